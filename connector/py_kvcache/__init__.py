@@ -1,0 +1,3 @@
+"""py-kvcache: a KV-cache service for vLLM on a shared filesystem."""
+
+__version__ = "0.1.0"

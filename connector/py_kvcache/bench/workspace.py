@@ -1,0 +1,107 @@
+"""A folder of a benchmark's own under the root, always removed, and what the results were measured on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from py_kvcache import __version__
+from py_kvcache.errors import RootError
+from py_kvcache.worker.probe import filesystem_name
+
+# done steps, all steps, what is being done now
+Progress = Callable[[int, int, str], None]
+
+
+def no_progress(done: int, total: int, text: str) -> None:
+    """Tell nobody."""
+
+
+@contextlib.contextmanager
+def workspace(root: str, need_bytes: int, need_files: int = 0) -> Iterator[str]:
+    """Yield a new folder under ``root`` with at least that much free space and inodes; remove it at the end.
+
+    Raises:
+        RootError: root is no folder that can be written to, or has too little space.
+    """
+    if not Path(root).is_dir():
+        raise RootError(errno.ENOTDIR, "not a folder", root)
+    space = os.statvfs(root)
+    free = space.f_bavail * space.f_frsize
+    if free < need_bytes:
+        raise RootError(
+            errno.ENOSPC, f"the benchmark needs {need_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", root
+        )
+    # Some file systems (btrfs) have no fixed number and say 0.
+    if space.f_files and space.f_favail < need_files:
+        raise RootError(
+            errno.ENOSPC, f"the benchmark needs {need_files:,} inodes, {space.f_favail:,} are free", root
+        )
+    folder = tempfile.mkdtemp(prefix=".py-kvcache-bench-", dir=os.path.abspath(root))
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
+
+
+def remove_tree(folder: str) -> None:
+    """Remove a folder, also one of millions of entries."""
+    # Several times faster than shutil.rmtree, which is a minute for a million files.
+    with contextlib.suppress(OSError):
+        subprocess.run(["rm", "-rf", "--", folder], check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def flush(folder: str) -> None:
+    """Write out the folder's file system, so that no measurement pays for the writes of the one before."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ctypes.CDLL(None).syncfs(fd)
+    finally:
+        os.close(fd)
+
+
+def machine(root: str) -> dict[str, Any]:
+    """What a figure means nothing without."""
+    return {
+        "py_kvcache": __version__,
+        "python": platform.python_version(),
+        "liburing": _version("liburing"),
+        "kernel": platform.release(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "root": root,
+        "file_system": filesystem_name(root),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

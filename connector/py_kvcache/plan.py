@@ -1,0 +1,74 @@
+"""The frozen messages between scheduler and workers. KV bytes never travel here, only names.
+
+vLLM pickles a plan into the step's metadata for every rank; 36 to 40 bytes a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from py_kvcache.metrics import Samples
+from py_kvcache.vllm_api import LoadStoreSpec, OffloadingWorkerMetadata
+
+
+class TransferPlan(LoadStoreSpec):  # type: ignore[misc]
+    """Storage blocks of one request to load or to store, in chain order.
+
+    Args:
+        space: namespace folder (without the rank part) in which the blocks live.
+        keys: vLLM's OffloadKeys, block hash and 4-byte big-endian group.
+        indices: position of each block in its prefix chain, 0 first.
+    """
+
+    def __init__(self, space: str, keys: Sequence[bytes], indices: Sequence[int]) -> None:
+        if len(keys) != len(indices):
+            raise ValueError(f"{len(keys)} keys but {len(indices)} indices")
+        self.space = space
+        self.keys = tuple(keys)
+        self.indices = tuple(indices)
+
+    def __repr__(self) -> str:
+        return f"TransferPlan({self.space}, {len(self.keys)} blocks)"
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Blocks of one job that were not transferred: where they live, and each key's fault label."""
+
+    space: str
+    faults: dict[bytes, str]
+
+
+@dataclass
+class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What a rank tells the scheduler each step, beyond the jobs it completed.
+
+    Every rank sends one each step, so that ``aggregate`` never meets the stock class. ``layouts``
+    describe the rank's KV tensors; sent until a step carried them.
+    """
+
+    failed_loads: dict[int, Failures] = field(default_factory=dict)
+    failed_stores: dict[int, Failures] = field(default_factory=dict)
+    samples: Samples = field(default_factory=Samples)
+    layouts: tuple[dict[str, Any], ...] = ()
+
+    def aggregate(self, other: OffloadingWorkerMetadata) -> WorkerReport:
+        """Join another rank's report of the same step; called by vLLM's output aggregator."""
+        base = super().aggregate(other)
+        joined = WorkerReport(base.completed_jobs, base.transfer_stats)
+        for report in (self, other):
+            if not isinstance(report, WorkerReport):
+                continue
+            _join(joined.failed_loads, report.failed_loads)
+            _join(joined.failed_stores, report.failed_stores)
+            joined.samples.merge_rank(report.samples)
+            joined.layouts += report.layouts
+        return joined
+
+
+def _join(mine: dict[int, Failures], theirs: dict[int, Failures]) -> None:
+    for job, failures in theirs.items():
+        old = mine.get(job)
+        mine[job] = failures if old is None else Failures(old.space, {**old.faults, **failures.faults})

@@ -1,0 +1,130 @@
+"""Which blocks exist, as far as this process knows: seen, being stored, or proved unusable.
+
+Pure bookkeeping over (space, key); time is passed in. One instance lives in the scheduler process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
+
+BlockId = tuple[str, bytes]  # (space, OffloadKey)
+
+SEEN_FOR_S = 60.0
+FIRST_BAN_S = 30.0
+LONGEST_BAN_S = 3_600.0
+MAX_SEEN = 1 << 20
+MAX_BANNED = 1 << 16
+
+# After these faults a new file may stand under the name as soon as one was stored.
+_HEALED_BY_STORE = frozenset({fault.value for fault in PROOF_OF_DAMAGE} | {Fault.MISSING.value})
+
+
+class Presence(Enum):
+    """What is known of one block."""
+
+    SEEN = "seen"  # existed when last looked at, not long ago
+    STORING = "storing"  # this engine is writing it
+    BANNED = "banned"  # a load of it failed; answer MISS or the request would loop for ever
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class _Ban:
+    until: float
+    strikes: int
+    fault: str
+
+
+@dataclass(slots=True)
+class _Store:
+    deadline: float
+    failed: str | None = None
+
+
+class Index:
+    """The three books: seen (LRU, expiring), storing (with deadlines), banned (doubling)."""
+
+    def __init__(self, max_seen: int = MAX_SEEN, max_banned: int = MAX_BANNED) -> None:
+        self._seen: OrderedDict[BlockId, float] = OrderedDict()
+        self._banned: OrderedDict[BlockId, _Ban] = OrderedDict()
+        self._storing: dict[BlockId, _Store] = {}
+        self._max_seen, self._max_banned = max_seen, max_banned
+
+    @property
+    def storing(self) -> int:
+        """Number of blocks being stored."""
+        return len(self._storing)
+
+    def presence(self, block: BlockId, now: float) -> Presence:
+        """What to answer for one block; dictionary look-ups only."""
+        if self._banned and (ban := self._banned.get(block)) is not None and now < ban.until:
+            return Presence.BANNED
+        if (store := self._storing.get(block)) is not None:
+            return Presence.STORING if now < store.deadline else Presence.UNKNOWN
+        expires = self._seen.get(block)
+        if expires is not None and now < expires:
+            return Presence.SEEN
+        return Presence.UNKNOWN
+
+    def saw(self, blocks: Iterable[BlockId], now: float) -> None:
+        """The blocks exist."""
+        for block in blocks:
+            self._seen[block] = now + SEEN_FOR_S
+            self._seen.move_to_end(block)
+        while len(self._seen) > self._max_seen:
+            self._seen.popitem(last=False)
+
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Look again next time."""
+        for block in blocks:
+            self._seen.pop(block, None)
+
+    def load_failed(self, block: BlockId, fault: str, now: float) -> float:
+        """A load failed: answer MISS for 30 s, doubling with each strike. Returns the ban's length."""
+        self._seen.pop(block, None)
+        old = self._banned.pop(block, None)
+        strikes = old.strikes + 1 if old is not None else 1
+        length = min(FIRST_BAN_S * 2.0 ** min(strikes - 1, 16), LONGEST_BAN_S)
+        self._banned[block] = _Ban(now + length, strikes, fault)
+        while len(self._banned) > self._max_banned:
+            self._banned.popitem(last=False)
+        return length
+
+    def store_began(self, block: BlockId, deadline: float) -> None:
+        """This engine has begun to store the block."""
+        self._storing[block] = _Store(deadline)
+
+    def store_failed(self, block: BlockId, fault: str) -> None:
+        """One rank did not store its part; remembered until the job ends on all ranks."""
+        if (store := self._storing.get(block)) is not None:
+            store.failed = fault
+
+    def store_ended(self, block: BlockId, now: float) -> bool:
+        """All ranks are done with the block. Returns True if it is stored."""
+        store = self._storing.pop(block, None)
+        if store is None or store.failed is not None:
+            return False
+        ban = self._banned.get(block)
+        if ban is not None and ban.fault in _HEALED_BY_STORE:
+            # The strikes stay: should the new file fail too, the ban goes on doubling.
+            ban.until = now
+        self.saw((block,), now)
+        return True
+
+    def expire_stores(self, now: float) -> list[BlockId]:
+        """Give up stores past their deadline (a worker that never reported); returns them."""
+        late = [block for block, store in self._storing.items() if now >= store.deadline]
+        for block in late:
+            del self._storing[block]
+        return late
+
+    def clear(self) -> None:
+        """Forget everything (reset_cache)."""
+        self._seen.clear()
+        self._banned.clear()
+        self._storing.clear()

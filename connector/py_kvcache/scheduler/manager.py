@@ -1,0 +1,396 @@
+"""The scheduler side: which blocks a request can load, which it may store, what failed.
+
+vLLM's stock offloading scheduler calls the methods of OffloadingManager within its step; connector.py
+brackets each look-up with begin_lookup and end_lookup. No method touches the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from py_kvcache import metrics
+from py_kvcache.config import Config
+from py_kvcache.errors import Fault
+from py_kvcache.layout import write_config
+from py_kvcache.namespace import Spaces, adapter_identity
+from py_kvcache.plan import TransferPlan, WorkerReport
+from py_kvcache.vllm_api import (
+    LookupResult,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestFacts,
+    RequestOffloadingContext,
+    storage_hit_source,
+    to_stats,
+)
+from py_kvcache.scheduler.lookup import Index, Presence
+from py_kvcache.scheduler.probe import ChainQuestion, Prober
+from py_kvcache.scheduler.requests import RequestState, wanted
+
+logger = logging.getLogger("vllm.py_kvcache.manager")
+
+# A negative answer holds so long for the same request, which may be asked every step while it waits.
+ABSENT_FOR_S = 1.0
+# Stands in place of the identity of a LoRA adapter whose files cannot be read.
+UNREADABLE = ""
+
+
+class Manager(OffloadingManager):  # type: ignore[misc]
+    """One per engine, in the scheduler process; called by one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        spaces: Spaces,
+        parts: tuple[int, ...],
+        hashes_per_block: int,
+        prober: Prober | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._spaces, self._parts = config, spaces, parts
+        self._hashes_per_block = hashes_per_block
+        self._prober = prober or Prober()
+        self._clock = clock
+        self._now = clock()
+        self._index = Index()
+        self._requests: dict[str, RequestState] = {}
+        self._asking: dict[int, str] = {}
+        # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
+        # blocks, later versions after.
+        self._ended: list[RequestState] = []
+        self._ended_before: list[RequestState] = []
+        self._tickets = itertools.count(1)
+        self._adapters: dict[tuple[str, int], str | None] = {}
+        self._written: set[str] = set()
+        self._samples = metrics.Samples()
+        for metric in metrics.ALL:
+            # Counters without labels of their own are exported from the start, as zero.
+            if metric.kind is metrics.Kind.COUNTER and not metric.labels:
+                self._samples.add(metric, 0)
+
+    # ---- life of a request
+
+    def admit(self, request: RequestFacts) -> None:
+        """Before on_new_request: hand over what ReqContext lacks (hashes, LoRA adapter)."""
+        state = RequestState(facts=request, hashes_per_block=self._hashes_per_block)
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            state.adapter_key = (str(lora.lora_path), int(lora.lora_int_id))
+            self._identify(state.adapter_key, again=bool(getattr(lora, "load_inplace", False)))
+        self._requests[request.request_id] = state
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """vLLM: a request is known; may come without admit() for one that is already over."""
+        state = self._requests.setdefault(
+            req_context.req_id, RequestState(facts=None, hashes_per_block=self._hashes_per_block)
+        )
+        params = req_context.kv_transfer_params
+        state.load, state.store = wanted(params, "load"), wanted(params, "store")
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """vLLM: nothing more will be submitted for the request after the coming step."""
+        state = self._requests.get(req_context.req_id)
+        if state is None:
+            return
+        if state.ticket is not None:
+            self._asking.pop(state.ticket, None)
+        state.request_id = req_context.req_id
+        self._ended.append(state)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """vLLM: once a step; before its stores up to 0.32."""
+        for state in self._ended_before:
+            # A new request may have come under the same id.
+            if self._requests.get(state.request_id) is state:
+                del self._requests[state.request_id]
+        self._ended_before, self._ended = self._ended, []
+
+    def allocated(self, request: RequestFacts, external_tokens: int) -> None:
+        """The request was admitted to run: count what it got from us, once."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.counted:
+            return
+        state.counted = True
+        missed = max(0, request.num_prompt_tokens - external_tokens - state.local_tokens)
+        result = "hit" if external_tokens else "miss"
+        if external_tokens and missed >= self._config.block_tokens:
+            result = "partial"
+        elif not state.load:
+            result = "opt_out"
+        elif state.gave_up:
+            result = "timeout"
+        self._samples.add(metrics.LOOKUPS, 1, result)
+        self._samples.add(metrics.HIT_TOKENS, external_tokens, "disk")
+        self._samples.add(metrics.MISSED_TOKENS, missed)
+
+    # ---- look-up
+
+    def begin_lookup(self, request_id: str, local_tokens: int) -> None:
+        """Before a pass of lookup() calls for one request: take answers, settle deadlines.
+
+        ``local_tokens`` are already in the engine's own prefix cache.
+        """
+        self._now = self._clock()
+        self._take_answers()
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        state.local_tokens = local_tokens
+        if state.space is None:
+            state.space = self._space_of(state)
+        state.unknown.clear()
+        state.deferred = False
+        if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
+            state.gave_up = True
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """vLLM: one block of the chain. HIT, MISS, or wait (RETRY: asked; HIT_PENDING: being stored)."""
+        state = self._requests[req_context.req_id]
+        if not state.load:
+            return LookupResult.MISS
+        space = state.space
+        if space is None:
+            return LookupResult.MISS if state.gave_up or self._nameless(state) else self._later(state)
+        presence = self._index.presence((space, key), self._now)
+        if presence is Presence.SEEN:
+            return LookupResult.HIT
+        if presence is Presence.BANNED or state.gave_up:
+            return LookupResult.MISS
+        if presence is Presence.STORING:
+            state.deferred = True
+            return LookupResult.HIT_PENDING
+        stale = self._now >= state.absent_until
+        if state.ticket is None and (stale or key not in state.absent):
+            state.unknown.append(key)
+        # While a stale no is asked again it still stands: a request at the head of the queue is
+        # looked up in every step and must not wait each time.
+        return LookupResult.MISS if key in state.absent else self._later(state)
+
+    @staticmethod
+    def _later(state: RequestState) -> LookupResult:
+        state.deferred = True
+        return LookupResult.RETRY
+
+    def end_lookup(self, request_id: str, tokens: int | None) -> None:
+        """After the pass: ask about what was unknown; ``tokens`` is vLLM's answer (None: wait)."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        if tokens is not None or not state.deferred:
+            # Without a deferred block vLLM waits for something else, such as a load of the same blocks
+            # by another request, which has a deadline of its own.
+            state.waits_since = None
+        elif state.waits_since is None:
+            state.waits_since = self._now
+        if state.unknown and state.ticket is None and state.space is not None:
+            state.ticket = next(self._tickets)
+            state.asked = list(state.unknown)
+            self._asking[state.ticket] = request_id
+            self._prober.ask(
+                ChainQuestion(state.ticket, self._config.root_path, state.space, self._parts, state.asked)
+            )
+
+    def _take_answers(self) -> None:
+        for answer in self._prober.answers():
+            if answer.code:
+                self._samples.add(metrics.PROBE_ERRORS, 1, _errno_name(answer.code))
+            state = self._requests.get(self._asking.pop(answer.ticket, ""))
+            if state is None or state.ticket != answer.ticket or state.space is None:
+                continue
+            space = state.space
+            self._index.saw(((space, key) for key in state.asked[: answer.present]), self._now)
+            state.absent = set(state.asked[answer.present :])
+            state.absent_until = self._now + ABSENT_FOR_S
+            state.ticket, state.asked = None, []
+
+    # ---- loads and stores
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> TransferPlan:
+        """vLLM: these blocks will be loaded."""
+        state = self._requests[req_context.req_id]
+        assert state.space is not None, "a load of blocks that no look-up found"
+        return TransferPlan(state.space, tuple(keys), tuple(state.index_of(key) for key in keys))
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
+        """vLLM: these blocks were computed. Blocks left out of the answer are never offered again."""
+        state = self._requests[req_context.req_id]
+        self._now = self._clock()
+        chosen = self._choose_stores(state, keys)
+        for key in chosen:
+            self._index.store_began((state.space or "", key), self._now + self._config.store_deadline_s)
+        plan = TransferPlan(state.space or "", chosen, [state.index_of(key) for key in chosen])
+        return PrepareStoreOutput(keys_to_store=list(chosen), store_spec=plan, evicted_keys=[])
+
+    def _choose_stores(self, state: RequestState, keys: Collection[bytes]) -> list[bytes]:
+        self._take_answers()
+        if state.space is None:
+            state.space = self._space_of(state)
+        if not state.store or state.space is None:
+            state.hole = True
+            self._drop("opt_out" if not state.store else "not_ready", len(keys))
+            return []
+        chosen: list[bytes] = []
+        for position, key in enumerate(keys):
+            presence = self._index.presence((state.space, key), self._now)
+            if presence in (Presence.SEEN, Presence.STORING):
+                continue
+            room = self._index.storing + len(chosen) < self._config.max_queued_stores
+            if state.hole or not room:
+                state.hole = True
+                self._drop("queue_full" if not room else "after_hole", len(keys) - position)
+                break
+            chosen.append(key)
+        return chosen
+
+    def _drop(self, reason: str, blocks: int) -> None:
+        if blocks:
+            self._samples.add(metrics.STORES_DROPPED, blocks, reason)
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """vLLM: a load job ended on all ranks; failures came before, with note_report()."""
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """vLLM: a store job ended on all ranks; failures came before, with note_report()."""
+        state = self._requests.get(req_context.req_id)
+        now = self._clock()
+        for key in keys:
+            for space in self._spaces_of(state):
+                if self._index.store_ended((space, key), now):
+                    break
+
+    def note_report(self, report: WorkerReport) -> None:
+        """What the ranks reported this step, before vLLM handles the completed jobs."""
+        now = self._clock()
+        if report.layouts and not self._spaces.known:
+            self.set_layouts(report.layouts)
+        for failures in report.failed_loads.values():
+            # Wholly cancelled, it would be found and loaded again at once, for ever.
+            alone = all(fault == Fault.CANCELLED.value for fault in failures.faults.values())
+            for key, fault in failures.faults.items():
+                self._note_failed_load(failures.space, key, fault, now, tried=alone)
+            self._samples.add(metrics.RECOMPUTED_BLOCKS, len(failures.faults))
+        for failures in report.failed_stores.values():
+            for key, fault in failures.faults.items():
+                self._index.store_failed((failures.space, key), fault)
+        self._samples.merge_step(report.samples)
+
+    def _note_failed_load(self, space: str, key: bytes, fault: str, now: float, tried: bool) -> None:
+        if fault == Fault.CANCELLED.value and not tried:
+            # Not tried, since a block before it failed: nothing is known against it.
+            self._index.forget(((space, key),))
+            return
+        length = self._index.load_failed((space, key), fault, now)
+        logger.warning(
+            "py-kvcache: block %s of %s could not be loaded (%s); it is computed again and taken for "
+            "missing for %.0f s",
+            key[:8].hex(), space, fault, length,
+        )  # fmt: skip
+
+    # ---- namespaces
+
+    def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:
+        """The workers described their KV tensors: from now on names are known."""
+        self._spaces.set_layouts(layouts)
+
+    @property
+    def layouts_known(self) -> bool:
+        """False until the workers described their KV tensors."""
+        return self._spaces.known
+
+    def _spaces_of(self, state: RequestState | None) -> tuple[str, ...]:
+        if state is not None and state.space is not None:
+            return (state.space,)
+        return tuple(self._written)
+
+    def _space_of(self, state: RequestState) -> str | None:
+        if not self._spaces.known:
+            return None
+        adapter = None
+        if state.adapter_key is not None:
+            adapter = self._adapters.get(state.adapter_key)
+            if adapter is None or adapter == UNREADABLE:
+                return None
+        name = self._spaces.name(adapter)
+        if name not in self._written:
+            self._written.add(name)
+            fields = self._spaces.fields(adapter)
+            self._prober.run(lambda: self._write_config(name, fields))
+        return name
+
+    def _write_config(self, name: str, fields: dict[str, Any]) -> None:
+        config = self._config
+        try:
+            write_config(
+                config.root_path, name, fields, dir_mode=config.dir_mode, file_mode=config.file_mode
+            )
+        except (OSError, ValueError) as error:
+            logger.warning("py-kvcache: could not write config.json of %s: %s", name, error)
+
+    def _identify(self, adapter_key: tuple[str, int], again: bool) -> None:
+        known = self._adapters.get(adapter_key, UNREADABLE)
+        if known != UNREADABLE and not again:
+            return
+        self._adapters[adapter_key] = None
+
+        def job() -> None:
+            try:
+                self._adapters[adapter_key] = adapter_identity(adapter_key[0])
+            except (OSError, ValueError) as error:
+                # Tried again with its next request; until then nothing waits for it.
+                self._adapters[adapter_key] = UNREADABLE
+                logger.warning(
+                    "py-kvcache: LoRA adapter %s cannot be read (%s); its requests are not cached",
+                    adapter_key[0], error,
+                )  # fmt: skip
+
+        self._prober.run(job)
+
+    def _nameless(self, state: RequestState) -> bool:
+        """True if waiting for a namespace is in vain."""
+        return state.adapter_key is not None and self._adapters.get(state.adapter_key) == UNREADABLE
+
+    # ---- the rest of OffloadingManager
+
+    def reset_cache(self) -> None:
+        """vLLM: cached blocks are no longer valid (weights changed, say)."""
+        self._spaces.new_epoch()
+        self._index.clear()
+        self._asking.clear()
+        for state in self._requests.values():
+            state.space, state.ticket, state.hole = None, None, False
+            state.asked, state.absent = [], set()
+
+    def on_reset_flushed(self) -> None:
+        """0.33: jobs from before a reset have ended; their names are of the old epoch."""
+
+    def config_info(self) -> list[dict[str, str]]:
+        """0.33: labels of vLLM's own info metric; ours stand in our own metrics."""
+        return [{}]
+
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        """0.32: where a hit came from, in vLLM's terms."""
+        return storage_hit_source()
+
+    def get_stats(self) -> Any:
+        """vLLM: what was counted since the last call; None if nothing."""
+        late = self._index.expire_stores(self._clock())
+        self._drop("deadline", len(late))
+        if self._samples.is_empty():
+            return None
+        stats = to_stats(self._samples)
+        self._samples = metrics.Samples()
+        return stats
+
+    def shutdown(self) -> None:
+        """vLLM: the engine ends."""
+        self._prober.shutdown()
+
+
+def _errno_name(code: int) -> str:
+    return errno.errorcode.get(code, "other")

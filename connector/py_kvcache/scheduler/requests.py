@@ -1,0 +1,53 @@
+"""What the scheduler side remembers of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from py_kvcache import vllm_api
+
+PARAMS_KEY = "py_kvcache"
+
+
+def wanted(params: Mapping[str, Any] | None, what: str) -> bool:
+    """Whether a request may load or store: kv_transfer_params {"py_kvcache": {"load": false, ...}}."""
+    ours = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
+    return not (isinstance(ours, Mapping) and ours.get(what) is False)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request from on_new_request to on_request_finished."""
+
+    facts: vllm_api.RequestFacts | None
+    hashes_per_block: int
+    load: bool = True
+    store: bool = True
+    adapter_key: tuple[str, int] | None = None
+    space: str | None = None
+    # One question at a time: what was asked, when the request began to wait, what was answered.
+    ticket: int | None = None
+    asked: list[bytes] = field(default_factory=list)
+    unknown: list[bytes] = field(default_factory=list)
+    waits_since: float | None = None
+    absent: set[bytes] = field(default_factory=set)
+    absent_until: float = 0.0
+    gave_up: bool = False
+    deferred: bool = False  # the present pass of look-ups met a block to wait for
+    request_id: str = ""
+    # A chunk of this request was dropped: what follows in the chain could never be found.
+    hole: bool = False
+    counted: bool = False
+    local_tokens: int = 0
+    _positions: dict[bytes, int] = field(default_factory=dict)
+
+    def index_of(self, key: bytes) -> int:
+        """Position of a block in the request's chain; 0 if the chain does not have it."""
+        block_hash = key[:-4]
+        if block_hash not in self._positions and self.facts is not None:
+            hashes, per = self.facts.block_hashes, self.hashes_per_block
+            for position in range(len(self._positions), len(hashes) // per):
+                self._positions[hashes[(position + 1) * per - 1]] = position
+        return self._positions.get(block_hash, 0)

@@ -1,0 +1,1 @@
+"""What an operator runs against a root: doctor, inspect, verify. Nothing here imports vLLM or torch."""

@@ -1,0 +1,219 @@
+"""`py-kvcache doctor ROOT`: what this file system, kernel and CPU allow, and what will be used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from py_kvcache import layout
+from py_kvcache.errors import ConfigError, RootError
+from py_kvcache.tools import doctor_fs, doctor_host
+from py_kvcache.tools.checks import Check, Status
+from py_kvcache.tools.mounts import mount_of
+from py_kvcache.tools.show import errno_text
+from py_kvcache.worker.probe import DirectProbe, RingProbe, choose_direct, probe_direct, probe_ring
+
+SCHEMA = "py-kvcache/doctor/1"
+
+
+class Settings(NamedTuple):
+    """The connector's settings that decide what is used; from the environment, else defaults."""
+
+    ring: str = "auto"
+    direct_io: str = "auto"
+    dir_mode: int = layout.DIR_MODE
+    store_stop_at: float = 0.90
+
+
+@dataclass
+class DoctorReport:
+    """Findings in the order of the checks, and what follows from them."""
+
+    root: str
+    settings: Settings
+    checks: list[Check] = field(default_factory=list)
+    ring: str = ""  # "io_uring" | "threads"
+    io: str = ""  # "direct" | "buffered"
+    mode: str = ""  # "loads and stores" | "loads only" | "nothing"
+    publish: str = ""  # "link" | "rename" | ""
+
+    @property
+    def is_good(self) -> bool:
+        """True for exit code 0: slower ways are good, problems are not."""
+        return not any(c.status is Status.PROBLEM for c in self.checks)
+
+    @property
+    def faster(self) -> list[str]:
+        """What to change for the faster way, one sentence each."""
+        return [f"{c.name}: {c.remedy}" for c in self.checks if c.status is Status.SLOW and c.remedy]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "root": self.root,
+            "good": self.is_good,
+            "will_use": {"ring": self.ring, "io": self.io, "mode": self.mode, "publish": self.publish},
+            "settings": self.settings._asdict(),
+            "checks": [c.to_json() for c in self.checks],
+            "faster": self.faster,
+        }
+
+
+def as_json(report: DoctorReport) -> str:
+    """One object, for scripts."""
+    return json.dumps(report.to_json(), indent=2)
+
+
+def examine(root: str) -> DoctorReport:
+    """Run all checks. Leaves nothing behind. Raises RootError when the root cannot be used at all."""
+    if "\0" in root:
+        raise RootError(errno.EINVAL, "not a path", root)
+    root = os.path.abspath(root)
+    settings, complaint = _settings(root)
+    report = DoctorReport(root, settings)
+    if complaint is not None:
+        report.checks.append(complaint)
+    with _root_folder(root) as existed:
+        report.checks.append(_root_check(root, existed))
+        report.checks += doctor_fs.check_mount(mount_of(root))
+        report.checks += doctor_fs.check_space(root, settings.store_stop_at)
+        _examine_inside(report, root)
+    return report
+
+
+def _examine_inside(report: DoctorReport, root: str) -> None:
+    try:
+        with doctor_fs.scratch_folder(root) as scratch:
+            report.checks.append(doctor_fs.check_permissions(scratch, root, report.settings.dir_mode))
+            published = list(doctor_fs.check_publication(scratch))
+            report.checks += published
+            report.checks.append(doctor_fs.check_times(scratch))
+            direct = probe_direct(scratch, layout.ALIGN)
+            report.checks.append(doctor_fs.check_direct(direct, scratch, root))
+            ring = probe_ring(scratch)
+            report.publish = "rename" if published[0].status is not Status.OK else "link"
+    except OSError as error:
+        report.checks.append(_cannot_write(root, error))
+        report.mode = "loads only"
+        direct = probe_direct(root, layout.ALIGN)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            ring = probe_ring(elsewhere)
+    report.checks += doctor_host.host_checks(ring)
+    _conclude(report, ring, direct)
+
+
+def _conclude(report: DoctorReport, ring: RingProbe, direct: DirectProbe) -> None:
+    wanted = report.settings
+    report.ring = "io_uring" if ring.ok and wanted.ring != "threads" else "threads"
+    try:
+        is_direct, _ = choose_direct(wanted.direct_io, direct)
+    except ConfigError as error:
+        is_direct = False
+        report.checks.append(Check("settings", Status.PROBLEM, str(error), "see direct I/O above"))
+    report.io = "direct" if is_direct else "buffered"
+    report.mode = report.mode or "loads and stores"
+    if wanted.ring == "io_uring" and not ring.ok:
+        report.checks.append(
+            Check("settings", Status.PROBLEM, "ring=io_uring is set, but io_uring does not work here",
+                  "set ring to auto or threads, or see io_uring above")
+        )  # fmt: skip
+
+
+def _settings(root: str) -> tuple[Settings, Check | None]:
+    """What the environment of this process sets: inside a vLLM pod that is what the connector sees."""
+    try:
+        from py_kvcache.config import parse_config
+    except ImportError:
+        # outside a vLLM environment pydantic may be missing; the defaults hold then
+        return Settings(), None
+    try:
+        config = parse_config({"root": root})
+    except ConfigError as error:
+        remedy = "correct the setting (the checks below use the defaults)"
+        return Settings(), Check("settings", Status.PROBLEM, str(error), remedy)
+    return Settings(config.ring, config.direct_io, config.dir_mode, config.store_stop_at), None
+
+
+@contextmanager
+def _root_folder(root: str) -> Iterator[bool]:
+    """Yields whether the root exists; one that does not is made for the examination and removed again."""
+    try:
+        existed = not layout.make_dir(root)
+    except FileNotFoundError:
+        parent = os.path.dirname(root)
+        raise RootError(
+            errno.ENOENT,
+            f"neither it nor its parent {parent} exists; mount the volume, or: mkdir -p {root}",
+            root,
+        ) from None
+    except NotADirectoryError:
+        raise RootError(
+            errno.ENOTDIR, "a part of the path is not a folder; give another path", root
+        ) from None
+    except OSError as error:
+        if not os.path.lexists(root):
+            raise RootError(
+                error.errno or 0,
+                f"does not exist and uid {os.geteuid()} cannot make it ({os.strerror(error.errno or 0)}); "
+                "make it as its owner, or mount the volume there",
+                root,
+            ) from None
+        existed = True
+    try:
+        _must_be_usable(root)
+        yield existed
+    finally:
+        if not existed:
+            with suppress(OSError):
+                os.rmdir(root)
+
+
+def _must_be_usable(root: str) -> None:
+    if not os.path.isdir(root):
+        raise RootError(errno.ENOTDIR, "exists, but is not a folder; give another path", root)
+    try:
+        with os.scandir(root) as entries:
+            next(entries, None)
+    except OSError as error:
+        text = (
+            f"cannot be read as uid {os.geteuid()} ({os.strerror(error.errno or 0)}); run this under the "
+            "identity of the vLLM container, or mount the volume again"
+        )
+        raise RootError(error.errno or 0, text, root) from None
+
+
+def _root_check(root: str, existed: bool) -> Check:
+    data = {"existed": existed, "symbolic_link": os.path.islink(root)}
+    if not existed:
+        return Check(
+            "root", Status.OK, "does not exist; the parent does, so it will be made at start", data=data
+        )
+    if os.path.islink(root):
+        return Check("root", Status.OK, f"a symbolic link to {os.path.realpath(root)}", data=data)
+    return Check("root", Status.OK, "exists", data=data)
+
+
+def _cannot_write(root: str, error: OSError) -> Check:
+    code = error.errno or 0
+    data = {"errno": errno.errorcode.get(code, str(code)), "uid": os.geteuid()}
+    if code == errno.EROFS:
+        remedy = "fine for a replica that only reads; else mount it read-write (readOnly: false)"
+        return Check(
+            "permissions", Status.PROBLEM, "mounted read-only: blocks are loaded, none stored", remedy, data
+        )
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space or inodes, or raise the quota"
+        return Check("permissions", Status.PROBLEM, f"nothing can be made: {errno_text(code)}", remedy, data)
+    seen = os.stat(root)
+    text = (
+        f"uid {os.geteuid()} gid {os.getegid()} cannot write: {errno_text(code)}; root is "
+        f"{seen.st_mode & 0o7777:04o} of {seen.st_uid}:{seen.st_gid}; blocks are loaded, none stored"
+    )
+    remedy = f"chgrp it to a group of the pods (fsGroup) and chmod 2775 {root}"
+    return Check("permissions", Status.PROBLEM, text, remedy, data)

@@ -1,0 +1,298 @@
+"""The only adapter to vLLM's types, 0.26 to 0.33; the rest of the package sees what is named here.
+
+Sources: vllm/v1/kv_offload/base.py, vllm/distributed/kv_transfer/kv_connector/v1/offloading*.
+Each version switch says which release brought the change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    TransferResult,
+)
+
+from py_kvcache.errors import UnsupportedError
+from py_kvcache.metrics import ALL, Kind, Samples
+
+__all__ = [
+    "GPULoadStoreSpec",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "LoadStoreSpec",
+    "LookupResult",
+    "OffloadingConnector",
+    "OffloadingConnectorMetadata",
+    "OffloadingConnectorStats",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingWorker",
+    "OffloadingWorkerMetadata",
+    "PrepareStoreOutput",
+    "RequestOffloadingContext",
+    "SupportsHMA",
+    "TransferResult",
+]
+
+SUPPORTED = ((0, 26), (0, 34))  # from, below
+
+# Groups whose blocks hold plain keys and values of every token, so that a prefix is a prefix.
+_FULL_ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# Cryptographic or not, only these are deterministic over processes once their seed is fixed.
+_PICKLED_HASHES = frozenset({"sha256", "builtin", "xxhash"})
+_UNSEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
+
+
+class RequestFacts(Protocol):
+    """What we read of vLLM's Request."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    num_prompt_tokens: int
+    lora_request: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """vLLM's version as far as switches need it."""
+
+    major: int
+    minor: int
+    text: str
+
+    def before(self, major: int, minor: int) -> bool:
+        """True for releases older than ``major.minor``."""
+        return (self.major, self.minor) < (major, minor)
+
+
+def vllm_version() -> Version:
+    """Parse ``vllm.__version__``; development builds without numbers count as unsupported (0.0)."""
+    text = str(vllm.__version__)
+    parts = text.split("+")[0].split(".")
+    try:
+        return Version(int(parts[0]), int(parts[1]), text)
+    except (ValueError, IndexError):
+        return Version(0, 0, text)
+
+
+def metric_definitions() -> dict[str, Any]:
+    """Our metrics in the form vLLM's Prometheus class wants."""
+    kinds = {
+        Kind.COUNTER: OffloadingCounterMetadata,
+        Kind.GAUGE: OffloadingGaugeMetadata,
+        Kind.FLAG: OffloadingGaugeMetadata,
+    }
+    return {m.name: kinds[m.kind](documentation=m.help, labelnames=m.labels) for m in ALL}
+
+
+def to_stats(samples: Samples) -> OffloadingConnectorStats:
+    """Turn our samples into the stats object that travels to the API server."""
+    stats = OffloadingConnectorStats()
+    for (name, labels), amount in samples.counters.items():
+        stats.increase_counter(name, amount, labels)
+    for (name, labels), value in samples.gauges.items():
+        stats.set_gauge(name, value, labels)
+    return stats
+
+
+def storage_hit_source() -> Any:
+    """vLLM's name for tokens that came from external storage (0.32; not asked for before)."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource.DISK
+
+
+def extra_config(vllm_config: Any) -> dict[str, Any]:
+    """The mutable extra config of this connector's KVTransferConfig."""
+    return vllm_config.kv_transfer_config.kv_connector_extra_config  # type: ignore[no-any-return]
+
+
+def hash_seed(algorithm: str) -> str | None:
+    """The seed of the first block's parent hash, None where it is random in each process.
+
+    Since 0.29 sha256 variants fall back to a fixed seed; before, every process drew its own
+    unless PYTHONHASHSEED was set (vllm/v1/core/kv_cache_utils.py, init_none_hash).
+    """
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return seed
+    if vllm_version().before(0, 29) or algorithm in _UNSEEDED_HASHES:
+        return None
+    return "vllm-default"
+
+
+def hash_facts(vllm_config: Any) -> dict[str, Any]:
+    """Everything that decides which hash a block of tokens gets."""
+    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
+    facts: dict[str, Any] = {"algorithm": algorithm, "seed": hash_seed(algorithm)}
+    if algorithm in _PICKLED_HASHES:
+        # Pickle's bytes differ between Python versions, hence the keys do.
+        facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return facts
+
+
+def _spec_names(kv_cache_config: Any) -> list[list[str]]:
+    names = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        inner = getattr(spec, "kv_cache_specs", None)
+        members = list(inner.values()) if isinstance(inner, Mapping) else [spec]
+        names.append(sorted({type(member).__name__ for member in members}))
+    return names
+
+
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> str | None:
+    """One sentence that names the setting we do not serve, and the way out; None if all is well."""
+    version = vllm_version()
+    if not SUPPORTED[0] <= (version.major, version.minor) < SUPPORTED[1]:
+        return f"vLLM {version.text} is not supported; use 0.26 to 0.33"
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        return f'kv_role is {transfer.kv_role!r}; py-kvcache needs "kv_role": "kv_both"'
+    return (
+        _unsupported_engine(vllm_config)
+        or _unsupported_groups(vllm_config, kv_cache_config, block_tokens)
+        or _unsupported_hashes(vllm_config)
+    )
+
+
+def _unsupported_engine(vllm_config: Any) -> str | None:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name, label in (
+        ("pipeline_parallel_size", "pipeline parallelism"),
+        ("prefill_context_parallel_size", "prefill context parallelism"),
+        ("decode_context_parallel_size", "decode context parallelism"),
+    ):
+        if getattr(parallel, name, 1) > 1:
+            return f"{label} ({name}={getattr(parallel, name)}) is not supported yet; set it to 1"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "calculate_kv_scales makes fp8 scales at run time, so stored bytes lose their meaning; turn it off"
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weight transfer changes the weights without telling a connector; serve without it"
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
+        return "VLLM_SERVER_DEV_MODE allows weights to change under the cache; unset it"
+    budget = extra_config(vllm_config).get("sync_load_budget_bytes", 0)
+    if budget or getattr(vllm_config.kv_transfer_config, "sync_load_budget_bytes", 0):
+        return "sync_load_budget_bytes > 0 gives wrong text after a failed load (vLLM 0.33); set it to 0"
+    return None
+
+
+def _unsupported_groups(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> str | None:
+    groups = kv_cache_config.kv_cache_groups
+    names = _spec_names(kv_cache_config)
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({n for group in names for n in group})) or "none"
+        return f"models with {len(groups)} KV cache groups ({kinds}) are not supported yet; only full attention is"
+    if not set(names[0]) <= _FULL_ATTENTION:
+        return f"KV cache of kind {', '.join(names[0])} is not supported yet; only full attention and MLA are"
+    spec = groups[0].kv_cache_spec
+    if getattr(spec, "non_causal", False):
+        return "non-causal attention makes a block depend on later tokens; it cannot be cached by prefix"
+    if block_tokens % spec.block_size:
+        return (
+            f"block_tokens={block_tokens} is no multiple of the engine's block of {spec.block_size} tokens; "
+            f"set block_tokens to {-(-block_tokens // spec.block_size) * spec.block_size}"
+        )
+    return None
+
+
+def _unsupported_hashes(vllm_config: Any) -> str | None:
+    facts = hash_facts(vllm_config)
+    if facts["seed"] is None:
+        return (
+            f"prefix hashes ({facts['algorithm']}, vLLM {vllm_version().text}) start from a random seed in each "
+            "process, so nothing stored is ever found again; set PYTHONHASHSEED=0 in the environment of every engine"
+        )
+    return None
+
+
+def replication(vllm_config: Any) -> int:
+    """Number of ranks that hold equal KV bytes: MLA all of TP, GQA TP over KV heads."""
+    tp = int(vllm_config.parallel_config.tensor_parallel_size)
+    if vllm_config.model_config.use_mla:
+        return tp
+    return max(1, tp // max(1, int(vllm_config.model_config.get_total_num_kv_heads())))
+
+
+def choose_recompute(vllm_config: Any, policy: str) -> None:
+    """Make a failed load a recompute (vLLM's default fails the request).
+
+    The scheduler reads the policy right after it built its connector. MultiConnector gives us a
+    copy of the config while the scheduler reads the outer one, and no field of the copy leads
+    there: the caller's frame does.
+    """
+    vllm_config.kv_transfer_config.kv_load_failure_policy = policy
+    frame = sys._getframe()
+    while frame is not None:
+        if type(frame.f_locals.get("self")).__name__ == "MultiConnector":
+            outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+            if outer is not None:
+                outer.kv_load_failure_policy = policy
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def rewind_store(connector_scheduler: Any, job_id: int, first_failed: Mapping[bytes, object]) -> int:
+    """Let the chunks that will be computed again be offered for storing again.
+
+    The stock scheduler moved its store index behind everything it asked us to load. Returns the
+    number of chunks that were given back.
+    """
+    job = connector_scheduler._jobs.get(job_id)
+    status = connector_scheduler._req_status.get(job.req_id) if job is not None else None
+    if status is None:
+        return 0
+    given_back = 0
+    for state in status.group_states:
+        for position, key in enumerate(state.offload_keys[: state.next_stored_chunk_idx]):
+            if key in first_failed:
+                given_back += state.next_stored_chunk_idx - position
+                state.next_stored_chunk_idx = position
+                break
+    return given_back
+
+
+def trim_finished(connector_scheduler: Any, request_id: str) -> None:
+    """0.26: a request aborted while waiting has more keys than blocks, and the store pass asserts.
+
+    (vllm#49118, #52170: AssertionError in _build_store_jobs kills the engine.)
+    """
+    if not vllm_version().before(0, 27):
+        return
+    status = connector_scheduler._req_status.get(request_id)
+    if status is None:
+        return
+    per_chunk = connector_scheduler.config.blocks_per_chunk
+    for state in status.group_states:
+        del state.offload_keys[len(state.block_ids) // per_chunk :]
+
+
+def check_supported_version() -> None:
+    """Raise when this vLLM is outside the window; used by the tools that start engines."""
+    version = vllm_version()
+    if not SUPPORTED[0] <= (version.major, version.minor) < SUPPORTED[1]:
+        raise UnsupportedError(f"vLLM {version.text} is not supported; install vllm>=0.26,<0.34")

@@ -1,0 +1,1 @@
+"""The worker process: from a plan to finished jobs."""

@@ -1,0 +1,171 @@
+"""Copies between staging slots and the memory that holds the KV cache; the only worker module with torch.
+
+A device copies pages in batches, asynchronously, and says through events when it is done. Step 2 adds
+the CUDA device behind the same interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from py_kvcache.errors import KvCacheError
+from py_kvcache.layout import ALIGN
+from py_kvcache.worker.pages import Chunk, Copies, PageMap, Region
+from py_kvcache.worker.parts import SlotCopy
+
+
+class Event(Protocol):
+    """Completion of a batch of copies."""
+
+    def done(self) -> bool:
+        """True once all copies have ended. Raises RuntimeError if they failed."""
+
+
+class Device(Protocol):
+    """What the reactor needs of a device. load and store are called by the reactor thread only."""
+
+    poll_s: float | None  # how often to ask events; None: the device wakes the reactor itself
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Staging memory: one-dimensional uint8, aligned to 4,096 bytes, pinned where that means something."""
+
+    def record(self) -> Any:
+        """In vLLM's thread, at submission: an event behind all work launched so far; None if there is none."""
+
+    def load(self, copies: Sequence[SlotCopy]) -> Event:
+        """Slots to device, as one batch."""
+
+    def store(self, copies: Sequence[SlotCopy]) -> Event:
+        """Device to slots, as one batch."""
+
+    def close(self) -> None:
+        """End copies and free the staging memory; may be called twice."""
+
+
+class _Batch:
+    """A batch of memory copies for the copy thread; also its own event."""
+
+    __slots__ = ("_error", "_finished", "moves")
+
+    def __init__(self, moves: list[tuple[int, int, int]]) -> None:
+        self.moves = moves  # (destination, source, bytes)
+        self._finished = False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for destination, source, length in self.moves:
+                # ctypes releases the GIL for the call, so neither vLLM nor the reactor waits for a copy.
+                ctypes.memmove(destination, source, length)
+        except (TypeError, ValueError, ctypes.ArgumentError) as error:
+            self._error = error
+        self._finished = True
+
+    def done(self) -> bool:
+        if self._error is not None:
+            raise RuntimeError(f"copy failed: {self._error}")
+        return self._finished
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class CpuDevice:
+    """KV cache in ordinary memory: one thread copies, so that the reactor never waits for memory.
+
+    Compute on a CPU is synchronous within a step, so there is nothing to record: what was submitted
+    in a step may be read or written at once.
+    """
+
+    poll_s = None
+
+    def __init__(self, page_map: PageMap, on_copy_done: Callable[[], None]) -> None:
+        self._map = page_map
+        self._on_copy_done = on_copy_done
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._memory: torch.Tensor | None = None
+        self._thread = threading.Thread(target=self._serve, name="py-kvcache-copy", daemon=True)
+        self._thread.start()
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Zeroed memory, so that a first read past a short file never shows another process's bytes."""
+        try:
+            tensor = torch.zeros(nbytes + ALIGN, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise KvCacheError(
+                f"no {nbytes >> 20} MiB for staging: {error}; set staging_bytes or io_depth lower"
+            ) from error
+        shift = -tensor.data_ptr() % ALIGN
+        self._memory = tensor[shift : shift + nbytes]
+        return memoryview(self._memory.numpy())
+
+    def record(self) -> None:
+        return None
+
+    def load(self, copies: Sequence[SlotCopy]) -> Event:
+        return self._launch(copies, to_device=True)
+
+    def store(self, copies: Sequence[SlotCopy]) -> Event:
+        return self._launch(copies, to_device=False)
+
+    def _launch(self, copies: Sequence[SlotCopy], to_device: bool) -> Event:
+        moves: list[tuple[int, int, int]] = []
+        for buffer, pages, _after in copies:
+            assert isinstance(pages, Chunk)
+            entries: Copies = self._map.copies(pages.block_ids, pages.first)
+            slots = entries.offsets + _address(buffer)
+            ends = (entries.addresses, slots) if to_device else (slots, entries.addresses)
+            moves += zip(*(column.tolist() for column in (*ends, entries.lengths)), strict=True)
+        batch = _Batch(moves)
+        self._batches.put(batch)
+        return batch
+
+    def _serve(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            batch.run()
+            self._on_copy_done()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._batches.put(None)
+            self._thread.join(timeout=10)
+
+
+def regions_of(kv_caches: Any, group: int) -> list[Region]:
+    """Layer references of one group of vLLM's CanonicalKVCaches as address ranges.
+
+    Address of engine block b is ``data_ptr + b * stride(0)``; from 0.30 tensors may be strided, so
+    the stride is not the page.
+    """
+    regions = []
+    for ref in kv_caches.group_data_refs[group]:
+        tensor = kv_caches.tensors[ref.tensor_idx].tensor
+        regions.append(
+            Region(
+                int(tensor.data_ptr()),
+                int(tensor.stride(0)) * tensor.element_size(),
+                int(ref.page_size_bytes),
+            )
+        )
+    return regions
+
+
+def make_device(kv_caches: Any, page_map: PageMap, on_copy_done: Callable[[], None]) -> Device:
+    """The device for the memory that the KV cache lives in."""
+    kinds = {tensor.tensor.device.type for tensor in kv_caches.tensors}
+    if kinds == {"cpu"}:
+        return CpuDevice(page_map, on_copy_done)
+    raise KvCacheError(f"KV cache on {', '.join(sorted(kinds))} is not supported yet; only CPU engines are")
+
+
+def as_bytes(memory: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A numpy view of staging memory, for tests that compare bytes."""
+    return np.frombuffer(memory, np.uint8)

@@ -1,0 +1,195 @@
+"""The worker side of vLLM's offloading interface: plans in, finished jobs out.
+
+Runs in vLLM's own thread and never waits, except where vLLM asks it to (``wait``). Nothing here raises
+into vLLM: a job that cannot even be submitted ends as a failed one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from py_kvcache.config import Config
+from py_kvcache.errors import BlockError, Fault
+from py_kvcache.layout import block_path, part_dir
+from py_kvcache.plan import Failures, TransferPlan, WorkerReport
+from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
+from py_kvcache.worker import assembly
+from py_kvcache.worker.device import regions_of
+from py_kvcache.worker.fileops import FileOps
+from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
+from py_kvcache.worker.leftovers import remove_own_dead_temps
+from py_kvcache.worker.pages import Chunk, PageMap, split_chunks
+from py_kvcache.worker.report import Reporter
+
+log = logging.getLogger("vllm.py_kvcache.worker")
+
+# vLLM waits for stores whose blocks are about to be reused. So long the copies may go on; what has not
+# been copied then is not stored, since a stalled engine costs everybody more than a lost store.
+FLUSH_PATIENCE_S = 0.02
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    plan: TransferPlan
+    chunks: tuple[Chunk, ...]
+
+
+class Executor(OffloadingWorker):  # type: ignore[misc]
+    """One per worker process."""
+
+    def __init__(
+        self,
+        config: Config,
+        kv_caches: Any,
+        *,
+        blocks_per_chunk: int,
+        part: int,
+        writes: bool,
+        rank: int = 0,
+        build: Callable[..., assembly.Parts] = assembly.build,
+    ) -> None:
+        self._config, self._part, self._writes = config, part, writes
+        self._per_chunk = blocks_per_chunk
+        self._parts = build(config, kv_caches, PageMap(regions_of(kv_caches, 0), blocks_per_chunk), rank)
+        self._parts.reactor.start()
+        self._jobs: dict[int, _Submitted] = {}
+        self._refused: list[JobResult] = []
+        self._invalid: set[int] = set()
+        self._failed_loads: dict[int, Failures] = {}
+        self._failed_stores: dict[int, Failures] = {}
+        self._reporter = Reporter()
+        self._quarantined = 0
+        self._layouts: tuple[dict[str, Any], ...] = ()
+        self._tidied: set[str] = set()
+        self._step_began = 0.0
+
+    # ---- vLLM's interface
+
+    def submit_load(
+        self, job_id: int, src_spec: TransferPlan, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Files to KV blocks. Always True: the stock worker asserts it."""
+        return self._submit(job_id, Kind.LOAD, src_spec, dst_spec, self._config.load_deadline_s)
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: TransferPlan) -> bool:
+        """KV blocks to files. Always True."""
+        return self._submit(job_id, Kind.STORE, dst_spec, src_spec, self._config.store_deadline_s)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Every job ends as a success for vLLM; what failed is told beside it (design: "A failed load")."""
+        results, self._refused = [*self._refused, *self._parts.reactor.take_finished()], []
+        return [self._settle(result) for result in results]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when the jobs no longer touch KV blocks; ids may be of loads or long finished."""
+        self._parts.reactor.flush(set(job_ids) & self._jobs.keys(), FLUSH_PATIENCE_S)
+
+    def shutdown(self) -> None:
+        """End the threads; may be called twice."""
+        self._parts.close(STOP_TIMEOUT_S)
+
+    # ---- called by the connector
+
+    def describe(self, layouts: tuple[dict[str, Any], ...]) -> None:
+        """What the KV tensors look like; goes to the scheduler with the first report."""
+        self._layouts = layouts
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Engine block ids that jobs finished since the last call failed to load."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def report(self, base: OffloadingWorkerMetadata | None) -> WorkerReport:
+        """This step's message to the scheduler, around what the stock worker has to say."""
+        report = WorkerReport() if base is None else WorkerReport(base.completed_jobs, base.transfer_stats)
+        report.failed_loads, self._failed_loads = self._failed_loads, {}
+        report.failed_stores, self._failed_stores = self._failed_stores, {}
+        report.layouts, self._layouts = self._layouts, ()
+        parts = self._parts
+        self._quarantined += sum(outcome.removed for outcome in parts.publisher.outcomes())
+        counters = parts.reactor.snapshot()
+        fallbacks = {**parts.fallbacks, **({"buffered": ""} if counters.direct_refused else {})}
+        report.samples = self._reporter.samples(counters, fallbacks, parts.publisher.paused, self._quarantined)
+        return report
+
+    def step_began(self) -> None:
+        """For the timeline: vLLM begins a forward step."""
+        self._step_began = time.monotonic()
+
+    def step_ended(self) -> None:
+        """For the timeline."""
+        if self._parts.trace is not None:
+            now = time.monotonic()
+            begin = self._step_began
+            self._parts.trace.complete("forward", "engine", begin * 1e6, (now - begin) * 1e6, "engine")
+
+    # ---- inside
+
+    def _submit(
+        self, job_id: int, kind: Kind, plan: TransferPlan, blocks: GPULoadStoreSpec, deadline_s: float
+    ) -> bool:
+        try:
+            self._tidy(plan.space)
+            chunks = self._chunks(plan, blocks, kind)
+            self._jobs[job_id] = _Submitted(plan, chunks)
+            if kind is Kind.STORE and not self._writes:
+                # Another rank holds the same bytes and writes them.
+                self._refused.append(JobResult(job_id, kind, (), 0, 0.0))
+                return True
+            folder = part_dir(self._config.root_path, plan.space, self._part)
+            work = tuple(
+                BlockWork(block_path(folder, key), key, index, chunk)
+                for key, index, chunk in zip(plan.keys, plan.indices, chunks, strict=True)
+            )
+            after = self._parts.device.record()
+            self._parts.reactor.submit(Job(job_id, kind, work, after, time.monotonic() + deadline_s))
+        except Exception as error:
+            # The stock worker asserts success, so whatever is wrong becomes a failed job.
+            log.exception("py-kvcache: %s job %d could not be submitted", kind.value, job_id)
+            self._refuse(job_id, kind, plan, blocks, error)
+        return True
+
+    def _chunks(self, plan: TransferPlan, blocks: GPULoadStoreSpec, kind: Kind) -> tuple[Chunk, ...]:
+        """The engine blocks of each storage block, in the plan's order."""
+        # What is stored are whole chunks, perhaps with gaps between them; only a load may begin inside one.
+        start = int(blocks.block_indices[0]) if kind is Kind.LOAD else 0
+        chunks = tuple(split_chunks(blocks.block_ids, start, self._per_chunk))
+        if len(chunks) != len(plan.keys):
+            raise ValueError(f"{len(plan.keys)} keys for {len(chunks)} chunks")
+        return chunks
+
+    def _refuse(
+        self, job_id: int, kind: Kind, plan: TransferPlan, blocks: GPULoadStoreSpec, error: Exception
+    ) -> None:
+        if kind is Kind.LOAD:
+            self._invalid.update(int(block) for block in blocks.block_ids)
+        self._jobs[job_id] = _Submitted(plan, ())
+        failed = BlockError(Fault.CANCELLED, plan.space, detail=str(error))
+        self._refused.append(JobResult(job_id, kind, tuple((n, failed) for n in range(len(plan.keys))), 0, 0.0))
+
+    def _settle(self, result: JobResult) -> TransferResult:
+        submitted = self._jobs.pop(result.job_id)
+        plan = submitted.plan
+        if result.failed:
+            faults = {plan.keys[ordinal]: error.fault.value for ordinal, error in result.failed}
+            book = self._failed_loads if result.kind is Kind.LOAD else self._failed_stores
+            book[result.job_id] = Failures(plan.space, faults)
+        if result.kind is Kind.LOAD:
+            self._invalid.update(_block_ids(submitted.chunks, (ordinal for ordinal, _ in result.failed)))
+        return TransferResult(result.job_id, True, result.bytes, result.seconds)
+
+    def _tidy(self, space: str) -> None:
+        """Once per namespace, in a thread: remove what a dead predecessor on this host left half-written."""
+        if not self._writes or not space or space in self._tidied:
+            return
+        self._tidied.add(space)
+        self._parts.run_aside(lambda: remove_own_dead_temps(FileOps(), self._config.root_path, space))
+
+
+def _block_ids(chunks: tuple[Chunk, ...], ordinals: Iterable[int]) -> set[int]:
+    return {int(block) for ordinal in ordinals if ordinal < len(chunks) for block in chunks[ordinal].block_ids}

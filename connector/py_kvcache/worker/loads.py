@@ -1,0 +1,251 @@
+"""File to device: open ahead, read into a slot, verify, copy in batches.
+
+First job first, chain order within a job: n equal requests then finish one after the other, which halves
+their mean time against serving them all at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import deque
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from py_kvcache.errors import PROOF_OF_DAMAGE, BlockError, Fault, fault_of
+from py_kvcache.layout import ALIGN
+from py_kvcache.worker.budget import RateBudget
+from py_kvcache.worker.jobs import Running, Transfer
+from py_kvcache.worker.parts import SlotCopy, is_pending
+from py_kvcache.worker.staging import Use
+from py_kvcache.worker.transfer import Event, LoadState, StoreState
+
+if TYPE_CHECKING:
+    from py_kvcache.worker.core import Core
+    from py_kvcache.worker.parts import Copier, DeviceEvent
+
+log = logging.getLogger(__name__)
+
+# O_NONBLOCK: opening a FIFO in a block's place would otherwise hang. It is cleared after the open, since
+# io_uring answers EAGAIN instead of waiting for such files. O_NOFOLLOW: a symbolic link could lead anywhere.
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+_STORING = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
+
+
+class Loads:
+    """The load direction. Reactor thread only."""
+
+    def __init__(self, core: Core, device: Copier) -> None:
+        self._core, self._device, self._settings = core, device, core.settings
+        self._size = core.settings.file_bytes
+        self._jobs: deque[Running] = deque()  # with blocks that have not begun
+        self._opened: list[tuple[int, Transfer]] = []  # heap by serial; may hold blocks given up since
+        self._ready: list[Transfer] = []
+        self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
+        self._budget = RateBudget(core.settings.read_bytes_per_s)
+
+    # ---- what the reactor calls
+
+    def add(self, run: Running) -> None:
+        """Queue a job."""
+        self._jobs.append(run)
+
+    def schedule(self) -> None:
+        """Begin all that may begin. The order is: what holds slots first, so that slots come back soonest."""
+        self._copy_ready()
+        self._start_reads()
+        self._start_opens()
+
+    @property
+    def copying(self) -> bool:
+        """Whether events must be polled."""
+        return bool(self._copies)
+
+    def in_flight(self) -> bool:
+        """Whether the device still works on a copy of ours, as far as it can tell."""
+        return any(is_pending(copy[0]) for copy in self._copies)
+
+    def wait(self) -> float | None:
+        """Seconds until the rate limit allows what it holds back now; None if it holds back nothing."""
+        return self._budget.wait(self._core.now) or None if self._opened else None
+
+    # ---- open
+
+    def _start_opens(self) -> None:
+        core, census, jobs = self._core, self._core.census, self._jobs
+        ahead = census[LoadState.OPENING] + census[LoadState.OPENED] + census[LoadState.OPENING_LOST]
+        while jobs and ahead < self._settings.open_lookahead:
+            run = jobs[0]
+            if run.begun >= run.limit:
+                jobs.popleft()
+                continue
+            t = core.begin(run)
+            core.move(t, Event.OPEN)
+            self._open(t)
+            ahead += 1
+
+    def _open(self, t: Transfer) -> None:
+        flags = _OPEN_FLAGS | os.O_DIRECT if t.direct else _OPEN_FLAGS
+        token = self._core.expect(t)
+        try:
+            self._core.ring.openat(token, t.work.path, flags)
+        except ValueError as error:  # a path that the kernel would take for another one
+            self._core.answered(token)
+            self._fail(t, "open", Fault.IO, errno.EINVAL, str(error))
+
+    def opened(self, t: Transfer, result: int) -> None:
+        """The ring's answer to an open."""
+        core = self._core
+        if result < 0:
+            if core.again(t, -result):
+                self._open(t)
+            else:
+                self._fail(t, "open", fault_of(-result), -result)
+            return
+        core.took_file(t, result)
+        if not core.clear_flags(t):
+            self._fail(t, "open", Fault.IO, errno.EINVAL, "F_SETFL")
+            return
+        core.move(t, Event.OPENED)
+        heappush(self._opened, (t.serial, t))
+
+    # ---- read
+
+    def _start_reads(self) -> None:
+        core, census, opened = self._core, self._core.census, self._opened
+        while opened:
+            t = opened[0][1]
+            if t.state is not LoadState.OPENED:
+                heappop(opened)
+                continue
+            reading = census[LoadState.READING]
+            # One read may always go: stores must not keep loads waiting, whatever the depth is.
+            if reading and reading + sum(census[state] for state in _STORING) >= self._settings.io_depth:
+                return
+            if not self._budget.allows(core.now):
+                return
+            slot = core.staging.take(Use.LOAD)
+            if slot is None:
+                return
+            heappop(opened)
+            t.slot = slot
+            core.move(t, Event.READ)
+            self._budget.spend(self._size, core.now)
+            self._read(t, 0)
+
+    def _read(self, t: Transfer, offset: int) -> None:
+        core = self._core
+        assert t.slot is not None
+        t.offset = offset
+        buffer = t.slot.buffer
+        core.counters.reads.begin(core.now)
+        core.ring.read(core.expect(t), t.fd, buffer[offset:] if offset else buffer, offset)
+
+    def read(self, t: Transfer, result: int) -> None:
+        """The ring's answer to a read."""
+        core = self._core
+        core.counters.reads.end(core.now, t.since, max(result, 0))
+        core.trace_block(t, "read")
+        if result < 0:
+            if core.again(t, -result):
+                self._read(t, t.offset)
+            else:
+                self._fail(t, "read", fault_of(-result), -result)
+            return
+        reached = t.offset + result
+        if reached >= self._size:
+            self._verify(t)
+        elif reached <= t.reached:
+            self._fail(t, "read", Fault.WRONG_SIZE, 0, f"{reached} bytes instead of {self._size}")
+        else:
+            # Short: the file may end here, or only this read did. Only a read that brings nothing new tells.
+            t.reached = reached
+            core.counters.retries += 1
+            core.move(t, Event.AGAIN)
+            self._read(t, reached - reached % ALIGN if t.direct else reached)
+
+    # ---- verify and copy
+
+    def _verify(self, t: Transfer) -> None:
+        core = self._core
+        if t.refused:
+            core.proved_buffered(t)
+        core.move(t, Event.FILLED)  # closes the file
+        assert t.slot is not None
+        core.checksum.verify(core.expect(t), t.slot.buffer, t.work.key, self._settings.payload_bytes)
+
+    def verified(self, t: Transfer, fault: Fault | None, detail: str) -> None:
+        """The checksum helper's answer."""
+        self._core.trace_block(t, "verify")
+        if fault is not None:
+            self._fail(t, "verify", fault, 0, detail)
+            return
+        self._core.move(t, Event.VERIFIED)
+        self._ready.append(t)
+
+    def _copy_ready(self) -> None:
+        core = self._core
+        batch = [t for t in self._ready if t.state is LoadState.READY]
+        self._ready = []
+        if not batch:
+            return
+        copies = [SlotCopy(t.slot.buffer, t.work.pages, t.run.job.after) for t in batch if t.slot is not None]
+        try:
+            event = self._device.load(copies)
+        except Exception as error:  # noqa: BLE001 - a driver raises what it likes; it costs these blocks only
+            for t in batch:
+                self._device_failed(t, error)
+            return
+        for t in batch:
+            core.move(t, Event.COPY)
+            t.run.copying += 1
+            t.since = core.now
+            core.counters.copies_in.begin(core.now)
+        self._copies.append((event, batch, core.now))
+
+    def poll(self) -> None:
+        """Ask the device which copies ended."""
+        if not self._copies:
+            return
+        left = []
+        for copy in self._copies:
+            event, batch, _ = copy
+            try:
+                if not event.done():
+                    left.append(copy)
+                    continue
+                broken: Exception | None = None
+            except Exception as error:  # noqa: BLE001 - see _copy_ready
+                broken = error
+            for t in batch:
+                self._copied(t, broken)
+        self._copies = left
+
+    def _copied(self, t: Transfer, broken: Exception | None) -> None:
+        core = self._core
+        t.run.copying -= 1
+        core.counters.copies_in.end(core.now, t.since, 0 if broken else self._settings.payload_bytes)
+        core.trace_block(t, "copy to device")
+        if broken is not None:
+            self._device_failed(t, broken)
+            return
+        core.move(t, Event.COPIED)
+        core.counters.loaded_blocks += 1
+        core.counters.loaded_bytes += self._settings.payload_bytes
+        core.succeed(t)
+
+    # ---- failure
+
+    def _device_failed(self, t: Transfer, error: Exception) -> None:
+        if t.state in (LoadState.READY, LoadState.COPYING):
+            self._fail(t, "copy", Fault.DEVICE, 0, repr(error))
+
+    def _fail(self, t: Transfer, stage: str, fault: Fault, code: int, detail: str = "") -> None:
+        core, run, path = self._core, t.run, t.work.path
+        if fault in PROOF_OF_DAMAGE:
+            core.publisher.quarantine(path, t.work.key, self._settings.payload_bytes)
+        core.fail(t, stage, BlockError(fault, path, code, detail))
+        rest = BlockError(Fault.CANCELLED, path, 0, f"not loaded: block {t.ordinal} failed")
+        core.cut(run, t.ordinal, rest)

@@ -1,0 +1,388 @@
+"""`make demo`: a real vLLM reads a long document once, is restarted, and answers again from files.
+
+Three servers are started one after the other on the CPU: without the connector, with it on an empty root,
+and with it on the root that the second one filled. Each is asked the same question about the same document.
+Ends with 1 and one sentence when the restarted server computed what it should have loaded, or when its
+answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import model
+from server import MAX_MODEL_LEN, Answer, Server, ServerError, transfer_config
+from versions import versions
+
+HERE = Path(__file__).parent
+SYSTEM = "You answer questions about a document, briefly and in its own words."
+QUESTIONS = ("When was the light first lit?", "What is the name of the station's own boat?")
+OTHER_QUESTIONS = ("What is this document about?", "What should a reader remember from it?")
+# Another text than the document's, and shorter than one storage block: it loads and stores nothing.
+WARM_UP = "Name three colours of the rainbow."
+ANSWER_TOKENS = 48
+MAX_DOCUMENT_TOKENS = MAX_MODEL_LEN - ANSWER_TOKENS - 256
+STORED_WITHIN_S = 60.0
+SCHEMA = "py-kvcache-demo/1"
+
+T = TypeVar("T")
+
+
+class DemoError(Exception):
+    """What the demo should have shown and did not, in one sentence."""
+
+
+class Progress:
+    """One line for each step: its number, what is done, how long it took."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps, self._step = console, steps, 0
+
+    def run(self, what: str, work: Callable[[], T], result: Callable[[T], str] = lambda _: "") -> T:
+        """Do one step; a spinner shows it on a terminal, one line stays of it everywhere."""
+        self._step += 1
+        head = f"\\[{self._step:>2}/{self._steps}]"
+        began = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(f"{head} {what} ..."):
+                value = work()
+        else:
+            self._console.print(f"{head} {what} ...", highlight=False)
+            value = work()
+        told = result(value)
+        self._console.print(
+            f"{head} {what}: [bold]{told or 'done'}[/] [dim]({time.monotonic() - began:.1f} s)[/]",
+            highlight=False,
+        )
+        return value
+
+
+@dataclass
+class Asked:
+    """One answer and where its prompt tokens came from, by the server's own metrics."""
+
+    answer: Answer
+    from_files: int
+    from_engine: int
+    bytes_loaded: int
+
+    def __str__(self) -> str:
+        return f"first token after {self.answer.ttft_s:.2f} s"
+
+
+@dataclass
+class Outcome:
+    """What was seen; becomes the JSON and the table."""
+
+    no_cache: Asked
+    cold: Asked
+    warm: Asked
+    second: Asked
+    files: int
+    bytes_stored: int
+    restart_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def same_text(self) -> bool:
+        return self.no_cache.answer.text == self.cold.answer.text == self.warm.answer.text
+
+    def problem(self) -> str | None:
+        """The reason to fail, or None."""
+        if self.warm.from_files == 0:
+            return "no hit: the restarted server loaded nothing for a document that its predecessor stored"
+        if self.warm.bytes_loaded == 0:
+            return "the restarted server reports a hit but no bytes loaded"
+        if not self.same_text:
+            return "the answer from files differs from the computed one"
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        """The object for scripts."""
+        return {
+            "schema": SCHEMA,
+            "ok": self.problem() is None,
+            "problem": self.problem(),
+            "ttft_no_cache_s": round(self.no_cache.answer.ttft_s, 4),
+            "ttft_cold_s": round(self.cold.answer.ttft_s, 4),
+            "ttft_warm_s": round(self.warm.answer.ttft_s, 4),
+            "ttft_second_s": round(self.second.answer.ttft_s, 4),
+            "prompt_tokens": self.warm.answer.prompt_tokens,
+            "hit_tokens": self.warm.from_files,
+            "bytes_loaded": self.warm.bytes_loaded,
+            "bytes_stored": self.bytes_stored,
+            "files": self.files,
+            "same_text": self.same_text,
+            "answers": {
+                "no_cache": self.no_cache.answer.text,
+                "cold": self.cold.answer.text,
+                "warm": self.warm.answer.text,
+                "second": self.second.answer.text,
+            },
+            "second_hit_tokens": self.second.from_files,
+            "second_engine_tokens": self.second.from_engine,
+            "notes": self.notes,
+            "versions": versions(),
+            "machine": machine(),
+        }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": memory, "kernel": platform.release()}
+
+
+def read_document(path: Path | None, model_folder: Path) -> tuple[str, int, list[str]]:
+    """The document, its length in tokens, and notes (it is cut to what the model can take)."""
+    from tokenizers import Tokenizer
+
+    text = (path or HERE / "data" / "document.txt").read_text(errors="replace")
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    if not tokens:
+        raise DemoError(f"the document {path} is empty")
+    if len(tokens) <= MAX_DOCUMENT_TOKENS:
+        return text, len(tokens), []
+    note = f"the document has {len(tokens):,} tokens; the model takes its first {MAX_DOCUMENT_TOKENS:,}"
+    return tokenizer.decode(tokens[:MAX_DOCUMENT_TOKENS]), MAX_DOCUMENT_TOKENS, [note]
+
+
+def convert_model() -> Path:
+    """The model's folder; converted in a child process, whose noise is shown only if it fails."""
+    done = subprocess.run([sys.executable, str(HERE / "model.py")], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DemoError(f"the model could not be converted:\n{done.stderr[-2000:]}")
+    return model.model_folder()
+
+
+def ask(server: Server, document: str, question: str) -> Asked:
+    """Ask one question about the document and read from /metrics what it took."""
+    before = server.metrics()
+    answer = server.ask(
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{document}\n\nQuestion: {question}"}],
+        ANSWER_TOKENS,
+    )
+    after = server.metrics()
+
+    def grown(name: str) -> int:
+        return int(after.get(name, 0.0) - before.get(name, 0.0))
+
+    return Asked(
+        answer,
+        from_files=grown("vllm:external_prefix_cache_hits_total"),
+        from_engine=grown("vllm:prefix_cache_hits_total"),
+        bytes_loaded=grown("vllm:py_kvcache_load_bytes_total"),
+    )
+
+
+def stored_files(root: Path) -> list[Path]:
+    """The published block files under the root."""
+    return [path for path in root.rglob("*.bin") if path.is_file()]
+
+
+def wait_until_stored(root: Path) -> list[Path]:
+    """Stores go on after the answer; done when no temporary file is left and the count stands still.
+
+    Raises:
+        DemoError: nothing was stored, or stores did not come to an end.
+    """
+    deadline, seen, quiet_since = time.monotonic() + STORED_WITHIN_S, -1, time.monotonic()
+    while time.monotonic() < deadline:
+        files = stored_files(root)
+        if len(files) != seen or next(root.rglob(".*.tmp"), None):
+            seen, quiet_since = len(files), time.monotonic()
+        elif files and time.monotonic() - quiet_since > 1.0:
+            return files
+        time.sleep(0.1)
+    raise DemoError(f"no file was stored under {root}" if seen < 1 else "stores did not come to an end")
+
+
+def show(console: Console, outcome: Outcome, questions: tuple[str, str]) -> None:
+    """The table and the answers."""
+    base = outcome.no_cache.answer.ttft_s
+    table = Table(title=f"A prompt of {outcome.warm.answer.prompt_tokens:,} tokens", title_justify="left")
+    for name in ("request", "first token", "against no cache", "tokens from files", "from memory", "bytes loaded"):
+        table.add_column(name, justify="left" if name == "request" else "right")
+    rows = (
+        ("without py-kvcache", outcome.no_cache),
+        ("with it, cold (stores)", outcome.cold),
+        ("warm, after the restart", outcome.warm),
+        ("second question", outcome.second),
+    )
+    for name, asked in rows:
+        table.add_row(
+            name,
+            f"{asked.answer.ttft_s:.2f} s",
+            f"{base / asked.answer.ttft_s:.1f} x as fast",
+            f"{asked.from_files:,}",
+            f"{asked.from_engine:,}",
+            f"{asked.bytes_loaded / 1e6:,.1f} MB",
+        )
+    console.print()
+    console.print(table)
+    console.print(
+        f"Stored: {outcome.files} files, {outcome.bytes_stored / 1e6:,.1f} MB. "
+        "'From memory' is vLLM's own prefix cache, which was empty after the restart.",
+        highlight=False,
+    )
+    console.print(f"\n[bold]{escape(questions[0])}[/]", highlight=False)
+    console.print(f"  without py-kvcache: {escape(outcome.no_cache.answer.text)}", highlight=False)
+    console.print(f"  from files:         {escape(outcome.warm.answer.text)}", highlight=False)
+    console.print(f"[bold]{escape(questions[1])}[/]", highlight=False)
+    console.print(f"  {escape(outcome.second.answer.text)}\n", highlight=False)
+    for note in outcome.notes:
+        console.print(f"Note: {escape(note)}", highlight=False)
+
+
+class Demo:
+    """The steps, and the server that is running, so that its log can be shown when one fails."""
+
+    STEPS = 12
+
+    def __init__(self, console: Console, work: Path) -> None:
+        self.work, self.server = work, None
+        self._console, self._progress = console, Progress(console, self.STEPS)
+        self.server: Server | None = None
+
+    def run(self, document_path: Path | None, questions: tuple[str, str]) -> Outcome:
+        """All steps in order.
+
+        Raises:
+            DemoError, ServerError: a step failed.
+        """
+        step, root = self._progress.run, self.work / "root"
+        known = model.model_folder().is_dir()
+        folder = step("model: " + ("found in the cache" if known else "converting (once)"), convert_model, str)
+        document, tokens, notes = read_document(document_path, folder)
+        self._console.print(f"        document: {document_path or 'bundled'}, {tokens:,} tokens", highlight=False)
+
+        with self._start("vLLM without py-kvcache", folder, "no-cache.log", None) as server:
+            no_cache = step("asking about the document", lambda: ask(server, document, questions[0]), str)
+            server.stop()
+        with self._start("vLLM with py-kvcache on an empty root", folder, "cold.log", root) as server:
+            cold = step("asking the same", lambda: ask(server, document, questions[0]), str)
+            files = step(
+                "waiting for its stores", lambda: wait_until_stored(root), lambda found: f"{len(found)} files"
+            )
+            stopped_s = step("stopping it (SIGTERM)", server.stop)
+        began = time.monotonic()
+        with self._start("a new vLLM on the same root", folder, "warm.log", root) as server:
+            restart_s = stopped_s + time.monotonic() - began
+            warm = step("asking the same again", lambda: ask(server, document, questions[0]), str)
+            second = step("asking a second question", lambda: ask(server, document, questions[1]), str)
+            step("stopping it (SIGTERM)", server.stop)
+        size = sum(path.stat().st_size for path in files)
+        return Outcome(no_cache, cold, warm, second, len(files), size, restart_s, notes)
+
+    def _start(self, what: str, folder: Path, log: str, root: Path | None) -> Server:
+        server = Server(folder, self.work / log, transfer=transfer_config(root) if root else None)
+        self.server = server
+        self._progress.run(f"starting {what}", server.start)
+        # The first request after a start is two to five times slower, whatever it asks.
+        server.ask([{"role": "user", "content": WARM_UP}], 8)
+        return server
+
+
+def prepare_work(work: Path) -> Any:
+    """An empty folder of this demo's own, kept afterwards for a look; returns the lock that guards it."""
+    work.mkdir(parents=True, exist_ok=True)
+    lock = (work / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DemoError(f"another demo is running in {work}; give another folder with --work") from None
+    for entry in work.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != "lock":
+            entry.unlink()
+    (work / "root").mkdir()
+    return lock
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--document", type=Path, help="a text file to ask about (default: a bundled one)")
+    parser.add_argument("--question", help="asked three times, once of each server")
+    parser.add_argument("--second-question", help="asked of the restarted server")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".demo"), help="folder for files and logs, emptied first (default: .demo)"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the demo; 0 if it showed what it should, else 1."""
+    options, console = parse_arguments(), Console()
+    # SIGTERM unwinds like Ctrl-C, so that no server outlives us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    default = OTHER_QUESTIONS if options.document else QUESTIONS
+    questions = (options.question or default[0], options.second_question or default[1])
+    began, demo = time.monotonic(), None
+    try:
+        if options.document and not options.document.is_file():
+            raise DemoError(f"there is no file {options.document}")
+        work = options.work.resolve()
+        lock = prepare_work(work)
+        demo = Demo(console, work)
+        outcome = demo.run(options.document, questions)
+        lock.close()
+    except (DemoError, ServerError, OSError) as error:
+        return fail(console, str(error), demo)
+    except KeyboardInterrupt:
+        return fail(console, "interrupted", None)
+    if options.json:
+        options.json.write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
+    show(console, outcome, questions)
+    if problem := outcome.problem():
+        return fail(console, problem, demo)
+    faster = outcome.no_cache.answer.ttft_s / outcome.warm.answer.ttft_s
+    console.print(
+        f"[green]Same text, {faster:.1f} times sooner after the restart.[/] "
+        f"{time.monotonic() - began:.0f} s in all. Files and logs: {escape(str(options.work))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def fail(console: Console, sentence: str, demo: Demo | None) -> int:
+    """Say what went wrong, with the end of the last server's log."""
+    if demo is not None and demo.server is not None and demo.server.log.exists():
+        console.print(f"\n[dim]--- end of {escape(str(demo.server.log))}[/]", highlight=False, soft_wrap=True)
+        console.print(escape(demo.server.log_tail()), highlight=False, soft_wrap=True)
+        console.print("[dim]---[/]")
+    console.print(f"[bold red]demo failed:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""A real vLLM in this process, driven by JSON lines: one request a line in, one answer a line out.
+
+Started by tests/engine/session.py. In one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that faults can be put
+between a hit and its load and every loaded block compared byte for byte with its file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+OUT = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # whatever vLLM prints goes to stderr: stdout belongs to the answers
+
+
+class Driver:
+    """Holds the engine and what was observed."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.checked = 0
+        self.wrong: list[str] = []
+        self.fault: Callable[[str], None] | None = None
+        self.fault_blocks: set[int] = set()
+        self.peak_slots = 0
+        self.peak_fds = 0
+        self.lookup_times: list[float] = []
+
+    # ---- commands
+
+    def start(self, **engine: Any) -> dict[str, Any]:
+        from vllm import LLM
+
+        began = time.monotonic()
+        self.llm = LLM(**engine)
+        if self.connector is not None and hasattr(self.connector, "connector_worker"):
+            self._watch()
+        return {"seconds": time.monotonic() - began, "connector": type(self.connector).__name__}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8, n: int = 1, **more: Any) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "n": n, "detokenize": False}
+        if n > 1:
+            params.update(temperature=1.0, seed=7)
+        extra = more.get("extra_args")
+        sampling = SamplingParams(**params, extra_args=extra)
+        salt = more.get("cache_salt")
+        inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        lora = None
+        if more.get("lora"):
+            from vllm.lora.request import LoRARequest
+
+            name, number, path = more["lora"]
+            lora = LoRARequest(name, number, path)
+        began = time.monotonic()
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+        return {
+            "tokens": [[list(c.token_ids) for c in out.outputs] for out in outputs],
+            "cached": [out.num_cached_tokens for out in outputs],
+            "seconds": time.monotonic() - began,
+        }
+
+    def abort_after(self, prompts: list[list[int]], steps: int, max_tokens: int = 4) -> dict[str, Any]:
+        """Add requests, step the engine a few times, abort all, then drain."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        names = [f"abort-{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(names)
+        return {"drained": self._drain()}
+
+    def _drain(self, seconds: float = 60.0) -> bool:
+        engine = self.llm.llm_engine
+        end = time.monotonic() + seconds
+        core = engine.engine_core.engine_core
+        while engine.has_unfinished_requests() or core.scheduler.has_requests():
+            engine.step()
+            if time.monotonic() > end:
+                return False
+        return True
+
+    def settle(self, seconds: float = 30.0) -> dict[str, Any]:
+        """Step until every store is done; what the worker then holds must add up."""
+        drained = self._drain(seconds)
+        end = time.monotonic() + seconds
+        reactor = self.executor._parts.reactor
+        core = self.llm.llm_engine.engine_core.engine_core
+        while time.monotonic() < end:
+            snapshot = reactor.snapshot()
+            scheduler = self.connector_scheduler
+            if snapshot.jobs_running == 0 and not scheduler._jobs and snapshot.lost_now == 0:
+                break
+            core.step()
+            time.sleep(0.01)
+        return {"drained": drained, **self.stats()}
+
+    def stats(self) -> dict[str, Any]:
+        counters = self.executor._parts.reactor.snapshot()
+        return {
+            "slots": counters.slots,
+            "lost_now": counters.lost_now,
+            "leaks": counters.leaks,
+            "open_files": counters.open_files,
+            "loaded_blocks": counters.loaded_blocks,
+            "loaded_bytes": counters.loaded_bytes,
+            "stored_blocks": counters.stored_blocks,
+            "existed": counters.existed,
+            "failures": {"/".join(k): v for k, v in counters.failures.items()},
+            "dropped": {"/".join(k): v for k, v in counters.dropped.items()},
+            "jobs_left": len(self.connector_scheduler._jobs),
+            "checked": self.checked,
+            "wrong": self.wrong,
+            "peak_slots": self.peak_slots,
+            "peak_fds": self.peak_fds,
+            "total_slots": self.executor._parts.reactor.core.staging.total
+            if hasattr(self.executor._parts.reactor, "core")
+            else None,
+        }
+
+    def reset_prefix_cache(self) -> dict[str, Any]:
+        return {"ok": self.llm.reset_prefix_cache()}
+
+    def reset_connector(self) -> dict[str, Any]:
+        self.connector_scheduler_connector.reset_cache()
+        return {"ok": True}
+
+    def break_next(self, how: str, blocks: list[int]) -> dict[str, Any]:
+        """The next load finds these blocks of its job damaged: between the hit and the read."""
+        self.fault_blocks = set(blocks)
+        self.fault = {
+            "delete": os.unlink,
+            "truncate": lambda p: os.truncate(p, os.path.getsize(p) // 2),
+            "empty": lambda p: os.truncate(p, 0),
+            "flip": _flip,
+            "directory": lambda p: (os.unlink(p), os.mkdir(p)),
+            "fifo": lambda p: (os.unlink(p), os.mkfifo(p)),
+            "symlink": lambda p: (os.rename(p, p + ".real"), os.symlink(p + ".real", p)),
+            "foreign": lambda p: _overwrite_tail(p, b"x" * 4096),
+        }[how]
+        return {"ok": True}
+
+    def metrics(self) -> dict[str, Any]:
+        return {"names": [m.name for m in self.llm.get_metrics()]}
+
+    # ---- access
+
+    @property
+    def connector(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+    @property
+    def executor(self) -> Any:
+        return _ours(self.connector).executor
+
+    @property
+    def connector_scheduler_connector(self) -> Any:
+        return _ours(self.llm.llm_engine.engine_core.engine_core.scheduler.connector)
+
+    @property
+    def connector_scheduler(self) -> Any:
+        return self.connector_scheduler_connector.connector_scheduler
+
+    # ---- observation
+
+    def _watch(self) -> None:
+        executor = self.executor
+        submit, settle = executor.submit_load, executor._settle
+
+        def submit_load(job_id: int, src: Any, dst: Any, *rest: Any, **kw: Any) -> bool:
+            if self.fault is not None:
+                fault, self.fault = self.fault, None
+                for ordinal in self.fault_blocks:
+                    if ordinal < len(src.keys):
+                        fault(self._path(src, ordinal))
+            return submit(job_id, src, dst, *rest, **kw)
+
+        def settled(result: Any) -> Any:
+            if result.kind.value == "load":
+                self._compare(result, executor._jobs[result.job_id])
+            return settle(result)
+
+        executor.submit_load, executor._settle = submit_load, settled
+
+    def _path(self, plan: Any, ordinal: int) -> str:
+        from py_kvcache.layout import block_path, part_dir
+
+        folder = part_dir(self.executor._config.root_path, plan.space, self.executor._part)
+        return block_path(folder, plan.keys[ordinal])
+
+    def _compare(self, result: Any, submitted: Any) -> None:
+        import ctypes
+
+        failed = {ordinal for ordinal, _ in result.failed}
+        device = self.executor._parts.device
+        for ordinal, chunk in enumerate(submitted.chunks):
+            if ordinal in failed:
+                continue
+            with open(self._path(submitted.plan, ordinal), "rb") as file:
+                content = file.read()
+            entries = device._map.copies(chunk.block_ids, chunk.first)
+            for address, offset, length in zip(
+                entries.addresses.tolist(), entries.offsets.tolist(), entries.lengths.tolist(), strict=True
+            ):
+                if ctypes.string_at(address, length) != content[offset : offset + length]:
+                    self.wrong.append(f"job {result.job_id} block {ordinal} offset {offset}")
+            self.checked += 1
+
+
+def _ours(connector: Any) -> Any:
+    """Our connector, also inside MultiConnector."""
+    for inner in getattr(connector, "_connectors", [connector]):
+        if type(inner).__name__ == "PyKvCacheConnector":
+            return inner
+    return connector
+
+
+def _flip(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _overwrite_tail(path: str, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-len(data), os.SEEK_END)
+        file.write(data)
+
+
+def main() -> None:
+    driver = Driver()
+    for line in sys.stdin:
+        request = json.loads(line)
+        command = request.pop("command")
+        try:
+            answer = getattr(driver, command)(**request)
+        except BaseException as error:  # the test process must hear of it, whatever it is
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        OUT.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The command line: streams, exit codes, JSON, and a start that imports little."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from py_kvcache import __version__
+from py_kvcache.cli import app
+
+SOURCE = Path(__file__).parents[2] / "connector"
+
+
+def cli(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PY_KVCACHE_")}
+    env.update({"PYTHONPATH": str(SOURCE), **environment})
+    return subprocess.run(
+        [sys.executable, "-m", "py_kvcache", *args], capture_output=True, text=True, env=env, timeout=120
+    )
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect", "verify"])
+def test_json_is_one_object_with_its_schema_and_nothing_else_on_stdout(root: Any, command: str) -> None:
+    root.block(root.namespace())
+    done = cli(command, str(root.path), "--json")
+    told = json.loads(done.stdout)
+    assert told["schema"] == f"py-kvcache/{command}/1"
+    assert told["good"] is True
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect", "verify"])
+@pytest.mark.parametrize("name", ["none/none", "file", "\x00"])
+def test_an_unusable_root_is_exit_code_3_and_one_sentence(tmp_path: Path, command: str, name: str) -> None:
+    (tmp_path / "file").write_text("x")
+    done = CliRunner().invoke(app, [command, str(tmp_path / name), "--json"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["good"], told["error"]["kind"]) == (3, False, "root")
+    assert done.stderr.startswith("error:")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_problems_are_exit_code_1_and_usage_is_2(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PY_KVCACHE_ROOT", raising=False)
+    path = root.block(root.namespace())
+    os.truncate(path, 5_000)
+
+    def code(*args: str) -> int:
+        return CliRunner().invoke(app, args).exit_code
+
+    assert code("inspect", str(root.path)) == 1
+    assert code("verify", str(root.path)) == 1
+    assert code("verify", str(root.path), "--delete") == 1
+    assert not path.exists()
+    assert code("verify", str(root.path)) == 0
+    assert code("verify", str(root.path), "--namespace", "none") == 2
+    assert code("verify", str(root.path), "--limit", "-1") == 2
+    assert code("verify") == 2
+    assert code("nonsense") == 2
+
+
+def test_the_root_may_come_from_the_environment(root: Any) -> None:
+    root.block(root.namespace())
+    done = cli("inspect", "--json", PY_KVCACHE_ROOT=str(root.path))
+    assert json.loads(done.stdout)["total"]["blocks"] == 1
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["verify"]])
+def test_help_has_examples_and_exit_codes(command: list[str]) -> None:
+    done = cli(*command, "--help", COLUMNS="120")
+    assert done.returncode == 0
+    assert ("Examples" if command else "Exit codes") in done.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert cli("--version").stdout.strip() == f"py-kvcache {__version__}"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["doctor", "ROOT", "--json"], ["verify", "ROOT", "--json"]])
+def test_neither_torch_nor_vllm_nor_liburing_is_imported(root: Any, args: list[str]) -> None:
+    code = (
+        "import sys, py_kvcache.cli as c\n"
+        f"sys.argv[1:] = {[str(root.path) if a == 'ROOT' else a for a in args]}\n"
+        "try: c.main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'vllm', 'liburing') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error(root: Any) -> None:
+    space = root.namespace()
+    for _ in range(50):
+        root.block(space).write_bytes(b"")
+    done = subprocess.run(
+        f"{sys.executable} -m py_kvcache verify {root.path} --json | head -c 10", shell=True,
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    assert done.stderr == ""
+
+
+def test_an_interrupt_ends_with_130_and_without_a_traceback(root: Any) -> None:
+    root.block(root.namespace())
+    code = (
+        "import os, signal, py_kvcache.tools.inspection as i, py_kvcache.cli as c, sys\n"
+        "i._volume = lambda fd: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.argv[1:] = ['inspect', {str(root.path)!r}]\n"
+        "c.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_lines_stay_whole_in_a_pipe(root: Any) -> None:
+    path = root.block(root.namespace())
+    path.write_bytes(b"")
+    done = cli("verify", str(root.path), COLUMNS="40")
+    assert any(str(path.relative_to(root.path)) in line for line in done.stdout.splitlines())

@@ -1,0 +1,346 @@
+"""doctor tries things for real, says what follows, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from py_kvcache import layout
+from py_kvcache.errors import RootError
+from py_kvcache.tools import doctor, doctor_fs, doctor_host, doctor_view
+from py_kvcache.tools.checks import Check, Status
+from py_kvcache.tools.mounts import Mount, find_mount, parse_mountinfo
+from py_kvcache.worker.probe import DirectProbe, RingProbe
+
+RING_GOOD = RingProbe(True, "")
+RING_EPERM = RingProbe(False, "io_uring is forbidden here: allow it [EPERM]")
+
+
+@pytest.fixture(autouse=True)
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's own trial has its own tests; here its outcome is given."""
+    monkeypatch.setattr(doctor, "probe_ring", lambda directory: RING_GOOD)
+    for name in list(os.environ):
+        if name.startswith("PY_KVCACHE_"):
+            monkeypatch.delenv(name)
+
+
+def found(report: doctor.DoctorReport, name: str) -> Check:
+    return next(c for c in report.checks if c.name == name)
+
+
+def text_of(report: doctor.DoctorReport) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    doctor_view.show(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_an_ordinary_folder_is_good_and_left_as_it_was(tmp_path: Path) -> None:
+    report = doctor.examine(str(tmp_path))
+    assert report.is_good
+    assert (report.ring, report.mode, report.publish) == ("io_uring", "loads and stores", "link")
+    assert os.listdir(tmp_path) == []
+    told = report.to_json()
+    assert told["schema"] == "py-kvcache/doctor/1"
+    names = [c["name"] for c in told["checks"]]
+    for name in ("root", "file system", "space", "inodes", "permissions", "link", "rename", "direct I/O",
+                 "io_uring", "memlock", "cpu", "kernel"):  # fmt: skip
+        assert name in names
+    assert "Will be used: io_uring" in text_of(report)
+
+
+def test_a_missing_root_whose_parent_exists_is_examined_and_not_left_behind(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    report = doctor.examine(str(root))
+    assert report.is_good
+    assert not root.exists()
+    assert "will be made" in found(report, "root").text
+
+
+def test_a_missing_parent_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(RootError, match="mkdir -p"):
+        doctor.examine(str(tmp_path / "a" / "b"))
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "dangling"])
+def test_a_root_that_is_no_folder_is_one_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RootError, match="not a folder"):
+        doctor.examine(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_root_that_cannot_be_written_serves_loads_only_and_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real = os.mkdir
+
+    def refuse(path: Any, *args: Any) -> None:
+        if str(tmp_path) in str(path) and ".py-kvcache-doctor" in str(path):
+            raise OSError(code, os.strerror(code))
+        real(path, *args)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(doctor, "probe_direct", lambda *_: DirectProbe(False, "no", code))
+    report = doctor.examine(str(tmp_path))
+    assert (report.mode, report.is_good, report.io, report.publish) == ("loads only", False, "direct", "")
+    assert found(report, "permissions").remedy
+    assert "loads only" in text_of(report)
+
+
+def test_without_io_uring_the_threads_are_used_and_that_is_slow_but_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "probe_ring", lambda directory: RING_EPERM)
+    report = doctor.examine(str(tmp_path))
+    assert (report.ring, report.is_good) == ("threads", True)
+    assert any(text.startswith("io_uring:") for text in report.faster)
+    assert "a pool of threads" in text_of(report)
+    assert "To get the faster way" in text_of(report)
+
+
+def test_without_direct_io_buffered_io_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe_direct", lambda *_: DirectProbe(False, "fails", errno.EINVAL))
+    report = doctor.examine(str(tmp_path))
+    assert (report.io, report.is_good, found(report, "direct I/O").status) == ("buffered", True, Status.SLOW)
+
+
+@pytest.mark.parametrize(("key", "value"), [("RING", "io_uring"), ("DIRECT_IO", "on")])
+def test_a_setting_that_cannot_be_had_here_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    monkeypatch.setenv(f"PY_KVCACHE_{key}", value)
+    monkeypatch.setattr(doctor, "probe_ring", lambda directory: RING_EPERM)
+    monkeypatch.setattr(doctor, "probe_direct", lambda *_: DirectProbe(False, "fails", errno.EINVAL))
+    report = doctor.examine(str(tmp_path))
+    assert not report.is_good
+    assert found(report, "settings").status is Status.PROBLEM
+
+
+def test_a_malformed_setting_in_the_environment_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PY_KVCACHE_RING", "nonsense")
+    report = doctor.examine(str(tmp_path))
+    assert "ring" in found(report, "settings").text
+    assert not report.is_good
+
+
+def test_settings_of_the_environment_decide_what_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PY_KVCACHE_RING", "threads")
+    monkeypatch.setenv("PY_KVCACHE_DIRECT_IO", "off")
+    report = doctor.examine(str(tmp_path))
+    assert (report.ring, report.io, report.is_good) == ("threads", "buffered", True)
+
+
+def test_a_volume_above_the_watermark_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PY_KVCACHE_STORE_STOP_AT", "0.0001")
+    monkeypatch.setenv("PY_KVCACHE_STORE_RESUME_AT", "0.0001")
+    report = doctor.examine(str(tmp_path))
+    assert found(report, "space").status is Status.PROBLEM
+    assert not report.is_good
+
+
+def test_no_links_means_publication_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    report = doctor.examine(str(tmp_path))
+    assert (report.publish, report.is_good) == ("rename", True)
+    assert "EPERM" in found(report, "link").text
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rename_that_replaces_is_no_way_to_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(doctor_fs, "rename_noreplace", os.rename)
+    report = doctor.examine(str(tmp_path))
+    assert "replaced" in found(report, "rename").text
+    assert not report.is_good
+
+
+def test_a_file_system_that_keeps_no_times_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    check = doctor_fs.check_times(str(tmp_path))
+    assert check.status is Status.NOTE
+    assert "EPERM" in check.text
+
+
+def test_the_scratch_folder_is_removed_when_a_trial_fails(tmp_path: Path) -> None:
+    def fail_inside() -> None:
+        with doctor_fs.scratch_folder(str(tmp_path)) as scratch:
+            Path(scratch, "left").write_text("x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_real_volume_in_memory_is_told_from_a_direct_one() -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        report = doctor.examine(folder)
+    assert found(report, "file system").data["type"] == "tmpfs"
+    assert report.io == "buffered"
+    assert report.is_good
+
+
+@pytest.mark.parametrize("mode", ["rw", "ro"])
+def test_a_real_overlay_read_only_or_not_is_examined(tmp_path: Path, mode: str) -> None:
+    for name in ("lower", "upper", "work", "cache"):
+        (tmp_path / name).mkdir()
+    root = tmp_path / "cache"
+    layers = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work,{mode}"
+    done = subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, root], capture_output=True)
+    if done.returncode:
+        pytest.skip("may not mount here")
+    try:
+        report = doctor.examine(str(root))
+    finally:
+        subprocess.run(["umount", root], check=True)
+    assert found(report, "file system").data["type"] == "overlay"
+    if mode == "ro":
+        assert "read-only" in found(report, "permissions").text
+    assert (report.mode, report.is_good) == {
+        "rw": ("loads and stores", True),
+        "ro": ("loads only", False),
+    }[mode]
+
+
+# ---- mounts
+
+MOUNTINFO = r"""
+22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+40 22 0:35 / /mnt rw - tmpfs tmpfs rw
+41 40 0:40 / /mnt/kv\040cache rw,noatime shared:9 master:1 - nfs4 10.0.0.1:/kv vers=4.2,lookupcache=pos,nconnect=8
+42 40 0:41 / /mnt/kv\040cache/over rw,relatime - nfs 10.0.0.2:/x rw,vers=3,soft
+broken line
+43 22 0:50 / /c rw - overlay overlay rw,lowerdir=/a:/b,upperdir=/u
+44 22 0:51 / /c rw - ext4 /dev/vdb rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "fstype"),
+    [
+        ("/", "ext4"),
+        ("/mntx", "ext4"),
+        ("/mnt", "tmpfs"),
+        ("/mnt/kv cache", "nfs4"),
+        ("/mnt/kv cache/a/b", "nfs4"),
+        ("/mnt/kv cache/over/b", "nfs"),
+        ("/c/x", "ext4"),  # mounted over the overlay
+    ],
+)
+def test_the_deepest_and_last_mount_holds_a_path(path: str, fstype: str) -> None:
+    mount = find_mount(path, parse_mountinfo(MOUNTINFO))
+    assert mount is not None
+    assert mount.fstype == fstype
+
+
+def test_nfs_options_that_hide_new_blocks_are_advised_against() -> None:
+    mounts = parse_mountinfo(MOUNTINFO)
+    good, bad = (find_mount(p, mounts) for p in ("/mnt/kv cache", "/mnt/kv cache/over"))
+    assert good is not None
+    assert bad is not None
+    assert doctor_fs.check_nfs(good).status is Status.OK
+    assert good.option("nconnect") == "8"
+    check = doctor_fs.check_nfs(bad)
+    assert check.status is Status.SLOW
+    assert "lookupcache=positive,noatime" in check.remedy
+    assert [c.name for c in doctor_fs.check_mount(bad)] == ["file system", "nfs options"]
+
+
+def test_a_containers_own_layer_is_said_to_be_lost_with_it() -> None:
+    overlay = Mount("/", "overlay", "overlay", "0:1", ("rw", "lowerdir=/a"))
+    (check,) = doctor_fs.check_mount(overlay)
+    assert "mount a volume" in check.remedy
+    assert "lowerdir" not in check.text
+
+
+# ---- host
+
+
+def test_seccomp_and_sysctl_are_told_apart() -> None:
+    assert "Localhost seccomp profile" in doctor_host.check_ring(RING_EPERM, "0", seccomp=True).remedy
+    assert "seccomp" not in doctor_host.check_ring(RING_EPERM, "2", seccomp=True).text
+    assert "io_uring_disabled=0" in doctor_host.check_kernel("6.8.0", "2").remedy
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "ring", "status"),
+    [
+        ("x86_64", {"avx512f"}, RING_GOOD, Status.OK),
+        ("x86_64", {"avx2"}, RING_GOOD, Status.OK),
+        ("x86_64", {"avx2"}, RING_EPERM, Status.SLOW),
+        ("aarch64", set(), RING_EPERM, Status.NOTE),
+    ],
+)
+def test_the_cpu_matters_only_where_the_wheel_fails(
+    machine: str, flags: set[str], ring: RingProbe, status: Status
+) -> None:
+    assert doctor_host.check_cpu(machine, frozenset(flags), ring).status is status
+
+
+@pytest.mark.parametrize(
+    ("release", "status"),
+    [
+        ("5.4.0-generic", Status.SLOW),
+        ("5.10.262", Status.OK),
+        ("6.18.44-fc-v857", Status.OK),
+        ("odd", Status.SLOW),
+    ],
+)
+def test_old_kernels_are_named(release: str, status: Status) -> None:
+    assert doctor_host.check_kernel(release, "0").status is status
+
+
+def test_a_small_memlock_matters_only_when_the_ring_failed_of_it() -> None:
+    small = RingProbe(False, "the locked-memory limit is too small for a ring: raise it [ENOMEM]")
+    assert doctor_host.check_memlock(65_536, small).status is Status.SLOW
+    assert doctor_host.check_memlock(65_536, RING_GOOD).status is Status.OK
+    assert "none" in doctor_host.check_memlock(resource.RLIM_INFINITY, RING_GOOD).text
+
+
+def test_few_descriptors_are_noted() -> None:
+    assert doctor_host.check_files(256, 4096).status is Status.NOTE
+    assert doctor_host.check_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY).status is Status.OK
+
+
+def test_cpu_flags_are_those_of_the_first_processor() -> None:
+    assert doctor_host.cpu_flags("processor: 0\nflags\t\t: fpu avx512f\nflags: x") == {"fpu", "avx512f"}
+    assert doctor_host.cpu_flags("Features: asimd") == frozenset()
+
+
+def test_the_alignment_tried_is_the_one_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def probe(directory: str, alignment: int) -> DirectProbe:
+        tried.append(alignment)
+        return DirectProbe(True, "", 0, True, "ext4")
+
+    monkeypatch.setattr(doctor, "probe_direct", probe)
+    report = doctor.examine(str(tmp_path))
+    assert tried == [layout.ALIGN]
+    assert report.io == "direct"
