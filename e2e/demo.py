@@ -11,25 +11,21 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import os
-import platform
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 import model
-from server import MAX_MODEL_LEN, Answer, Server, ServerError, transfer_config
-from versions import versions
+from report import SCHEMA, Asked, Outcome, show
+from server import MAX_MODEL_LEN, Server, ServerError, transfer_config
 
 HERE = Path(__file__).parent
 SYSTEM = "You answer questions about a document, briefly and in its own words."
@@ -40,7 +36,6 @@ WARM_UP = "Name three colours of the rainbow."
 ANSWER_TOKENS = 48
 MAX_DOCUMENT_TOKENS = MAX_MODEL_LEN - ANSWER_TOKENS - 256
 STORED_WITHIN_S = 60.0
-SCHEMA = "py-kvcache-demo/1"
 
 T = TypeVar("T")
 
@@ -74,90 +69,6 @@ class Progress:
         return value
 
 
-@dataclass
-class Asked:
-    """One answer and where its prompt tokens came from, by the server's own metrics."""
-
-    answer: Answer
-    from_files: int
-    from_engine: int
-    bytes_loaded: int
-
-    def __str__(self) -> str:
-        return f"first token after {self.answer.ttft_s:.2f} s"
-
-
-@dataclass
-class Outcome:
-    """What was seen; becomes the JSON and the table."""
-
-    no_cache: Asked
-    cold: Asked
-    warm: Asked
-    second: Asked
-    files: int
-    bytes_stored: int
-    restart_s: float = 0.0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def same_text(self) -> bool:
-        return self.no_cache.answer.text == self.cold.answer.text == self.warm.answer.text
-
-    def problem(self) -> str | None:
-        """The reason to fail, or None."""
-        if self.warm.from_files == 0:
-            return "no hit: the restarted server loaded nothing for a document that its predecessor stored"
-        if self.warm.bytes_loaded == 0:
-            return "the restarted server reports a hit but no bytes loaded"
-        if not self.same_text:
-            return "the answer from files differs from the computed one"
-        return None
-
-    def as_json(self) -> dict[str, Any]:
-        """The object for scripts."""
-        return {
-            "schema": SCHEMA,
-            "ok": self.problem() is None,
-            "problem": self.problem(),
-            "ttft_no_cache_s": round(self.no_cache.answer.ttft_s, 4),
-            "ttft_cold_s": round(self.cold.answer.ttft_s, 4),
-            "ttft_warm_s": round(self.warm.answer.ttft_s, 4),
-            "ttft_second_s": round(self.second.answer.ttft_s, 4),
-            "prompt_tokens": self.warm.answer.prompt_tokens,
-            "hit_tokens": self.warm.from_files,
-            "bytes_loaded": self.warm.bytes_loaded,
-            "bytes_stored": self.bytes_stored,
-            "files": self.files,
-            "same_text": self.same_text,
-            "answers": {
-                "no_cache": self.no_cache.answer.text,
-                "cold": self.cold.answer.text,
-                "warm": self.warm.answer.text,
-                "second": self.second.answer.text,
-            },
-            "second_hit_tokens": self.second.from_files,
-            "second_engine_tokens": self.second.from_engine,
-            "notes": self.notes,
-            "versions": versions(),
-            "machine": machine(),
-        }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": memory, "kernel": platform.release()}
-
-
 def read_document(path: Path | None, model_folder: Path) -> tuple[str, int, list[str]]:
     """The document, its length in tokens, and notes (it is cut to what the model can take)."""
     from tokenizers import Tokenizer
@@ -175,7 +86,9 @@ def read_document(path: Path | None, model_folder: Path) -> tuple[str, int, list
 
 def convert_model() -> Path:
     """The model's folder; converted in a child process, whose noise is shown only if it fails."""
-    done = subprocess.run([sys.executable, str(HERE / "model.py")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "model.py")], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise DemoError(f"the model could not be converted:\n{done.stderr[-2000:]}")
     return model.model_folder()
@@ -185,7 +98,10 @@ def ask(server: Server, document: str, question: str) -> Asked:
     """Ask one question about the document and read from /metrics what it took."""
     before = server.metrics()
     answer = server.ask(
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{document}\n\nQuestion: {question}"}],
+        [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"{document}\n\nQuestion: {question}"},
+        ],
         ANSWER_TOKENS,
     )
     after = server.metrics()
@@ -223,50 +139,13 @@ def wait_until_stored(root: Path) -> list[Path]:
     raise DemoError(f"no file was stored under {root}" if seen < 1 else "stores did not come to an end")
 
 
-def show(console: Console, outcome: Outcome, questions: tuple[str, str]) -> None:
-    """The table and the answers."""
-    base = outcome.no_cache.answer.ttft_s
-    table = Table(title=f"A prompt of {outcome.warm.answer.prompt_tokens:,} tokens", title_justify="left")
-    for name in ("request", "first token", "against no cache", "tokens from files", "from memory", "bytes loaded"):
-        table.add_column(name, justify="left" if name == "request" else "right")
-    rows = (
-        ("without py-kvcache", outcome.no_cache),
-        ("with it, cold (stores)", outcome.cold),
-        ("warm, after the restart", outcome.warm),
-        ("second question", outcome.second),
-    )
-    for name, asked in rows:
-        table.add_row(
-            name,
-            f"{asked.answer.ttft_s:.2f} s",
-            f"{base / asked.answer.ttft_s:.1f} x as fast",
-            f"{asked.from_files:,}",
-            f"{asked.from_engine:,}",
-            f"{asked.bytes_loaded / 1e6:,.1f} MB",
-        )
-    console.print()
-    console.print(table)
-    console.print(
-        f"Stored: {outcome.files} files, {outcome.bytes_stored / 1e6:,.1f} MB. "
-        "'From memory' is vLLM's own prefix cache, which was empty after the restart.",
-        highlight=False,
-    )
-    console.print(f"\n[bold]{escape(questions[0])}[/]", highlight=False)
-    console.print(f"  without py-kvcache: {escape(outcome.no_cache.answer.text)}", highlight=False)
-    console.print(f"  from files:         {escape(outcome.warm.answer.text)}", highlight=False)
-    console.print(f"[bold]{escape(questions[1])}[/]", highlight=False)
-    console.print(f"  {escape(outcome.second.answer.text)}\n", highlight=False)
-    for note in outcome.notes:
-        console.print(f"Note: {escape(note)}", highlight=False)
-
-
 class Demo:
     """The steps, and the server that is running, so that its log can be shown when one fails."""
 
     STEPS = 12
 
     def __init__(self, console: Console, work: Path) -> None:
-        self.work, self.server = work, None
+        self.work = work
         self._console, self._progress = console, Progress(console, self.STEPS)
         self.server: Server | None = None
 
@@ -278,35 +157,41 @@ class Demo:
         """
         step, root = self._progress.run, self.work / "root"
         known = model.model_folder().is_dir()
-        folder = step("model: " + ("found in the cache" if known else "converting (once)"), convert_model, str)
+        folder = step(
+            "model: " + ("found in the cache" if known else "converting (once)"), convert_model, str
+        )
         document, tokens, notes = read_document(document_path, folder)
-        self._console.print(f"        document: {document_path or 'bundled'}, {tokens:,} tokens", highlight=False)
+        self._console.print(
+            f"        document: {document_path or 'bundled'}, {tokens:,} tokens", highlight=False
+        )
 
-        with self._start("vLLM without py-kvcache", folder, "no-cache.log", None) as server:
+        with self._serve("no-cache.log", folder, None) as server:
+            self._start(server, "vLLM without py-kvcache")
             no_cache = step("asking about the document", lambda: ask(server, document, questions[0]), str)
-            server.stop()
-        with self._start("vLLM with py-kvcache on an empty root", folder, "cold.log", root) as server:
+            step("stopping it", server.stop)
+        with self._serve("cold.log", folder, root) as server:
+            self._start(server, "vLLM with py-kvcache on an empty root")
             cold = step("asking the same", lambda: ask(server, document, questions[0]), str)
             files = step(
                 "waiting for its stores", lambda: wait_until_stored(root), lambda found: f"{len(found)} files"
             )
-            stopped_s = step("stopping it (SIGTERM)", server.stop)
-        began = time.monotonic()
-        with self._start("a new vLLM on the same root", folder, "warm.log", root) as server:
-            restart_s = stopped_s + time.monotonic() - began
+            step("stopping it", server.stop)
+        with self._serve("warm.log", folder, root) as server:
+            self._start(server, "a new vLLM on the same root")
             warm = step("asking the same again", lambda: ask(server, document, questions[0]), str)
             second = step("asking a second question", lambda: ask(server, document, questions[1]), str)
-            step("stopping it (SIGTERM)", server.stop)
+            step("stopping it", server.stop)
         size = sum(path.stat().st_size for path in files)
-        return Outcome(no_cache, cold, warm, second, len(files), size, restart_s, notes)
+        return Outcome(no_cache, cold, warm, second, len(files), size, notes)
 
-    def _start(self, what: str, folder: Path, log: str, root: Path | None) -> Server:
-        server = Server(folder, self.work / log, transfer=transfer_config(root) if root else None)
-        self.server = server
+    def _serve(self, log: str, folder: Path, root: Path | None) -> Server:
+        self.server = Server(folder, self.work / log, transfer=transfer_config(root) if root else None)
+        return self.server
+
+    def _start(self, server: Server, what: str) -> None:
         self._progress.run(f"starting {what}", server.start)
         # The first request after a start is two to five times slower, whatever it asks.
         server.ask([{"role": "user", "content": WARM_UP}], 8)
-        return server
 
 
 def prepare_work(work: Path) -> Any:
@@ -328,13 +213,18 @@ def prepare_work(work: Path) -> Any:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--document", type=Path, help="a text file to ask about (default: a bundled one)")
     parser.add_argument("--question", help="asked three times, once of each server")
     parser.add_argument("--second-question", help="asked of the restarted server")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument(
-        "--work", type=Path, default=Path(".demo"), help="folder for files and logs, emptied first (default: .demo)"
+        "--work",
+        type=Path,
+        default=Path(".demo"),
+        help="folder for files and logs, emptied first (default: .demo)",
     )
     return parser.parse_args()
 
@@ -356,22 +246,39 @@ def main() -> int:
         outcome = demo.run(options.document, questions)
         lock.close()
     except (DemoError, ServerError, OSError) as error:
+        if options.json:
+            write_json(options.json, {"schema": SCHEMA, "ok": False, "problem": str(error)})
         return fail(console, str(error), demo)
     except KeyboardInterrupt:
         return fail(console, "interrupted", None)
     if options.json:
-        options.json.write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
+        write_json(options.json, outcome.as_json())
     show(console, outcome, questions)
     if problem := outcome.problem():
         return fail(console, problem, demo)
     faster = outcome.no_cache.answer.ttft_s / outcome.warm.answer.ttft_s
     console.print(
         f"[green]Same text, {faster:.1f} times sooner after the restart.[/] "
-        f"{time.monotonic() - began:.0f} s in all. Files and logs: {escape(str(options.work))}",
+        f"{time.monotonic() - began:.0f} s in all.\n"
+        f"Files and logs are in {escape(str(options.work))}; look at them with "
+        f"`{escape(tool())} inspect {escape(str(options.work / 'root'))}`.",
         highlight=False,
         soft_wrap=True,
     )
     return 0
+
+
+def tool() -> str:
+    """How the user calls py-kvcache from where he is."""
+    script = Path(sys.executable).with_name("py-kvcache")
+    here = Path.cwd()
+    return str(script.relative_to(here) if script.is_relative_to(here) else script)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """One object for scripts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def fail(console: Console, sentence: str, demo: Demo | None) -> int:

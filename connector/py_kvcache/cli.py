@@ -6,13 +6,25 @@ need when they run, so that help is quick and needs neither torch nor vLLM.
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
 import typer
 
 from py_kvcache import __version__
-from py_kvcache.tools.terminal import GOOD, INTERRUPTED, PROBLEM, answer, console_for, failures, spinner
+from py_kvcache.errors import ConfigError
+from py_kvcache.tools.terminal import (
+    GOOD,
+    INTERRUPTED,
+    PROBLEM,
+    answer,
+    console_for,
+    failures,
+    show_measurements,
+    spinner,
+    steps,
+)
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _EXITS = "\n\nExit codes: 0 good, 1 problem found, 2 usage, 3 root unusable."
@@ -122,6 +134,95 @@ def verify(
             )
         answer(lambda: tool.as_json(report), as_json, lambda console: verify_view.show(report, console))
     raise typer.Exit(INTERRUPTED if report.interrupted else GOOD if report.is_good else PROBLEM)
+
+
+# ---- benchmarks
+
+bench = typer.Typer(
+    help="Measure this volume through our data path against fio, and bare system calls.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings=_CONTEXT,
+)
+app.add_typer(bench, name="bench")
+
+BenchRoot = Annotated[
+    str,
+    typer.Option(
+        "--root", envvar="PY_KVCACHE_ROOT", metavar="DIR", help="Folder on the volume; left as it was found."
+    ),
+]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{text!r} is no list of whole numbers such as 1,4,28") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"{text!r}: numbers must be 1 or more")
+    return numbers
+
+
+@bench.command(
+    "io",
+    epilog="Examples:\n\n`py-kvcache bench io --root /cache`\n\n"
+    "`py-kvcache bench io --root /cache --sizes 28 --rounds 3 --json`",
+)
+def bench_io(
+    root: BenchRoot,
+    sizes: Annotated[str, typer.Option(metavar="MIB,...", help="File sizes in MiB.")] = "1,4,28",
+    depth: Annotated[int, typer.Option(min=2, max=1024, help="Reads or writes in flight.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Passes of ours and of fio, alternating.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.05, max=600.0, help="Length of one pass.")] = 1.0,
+    ring: Annotated[str, typer.Option(metavar="KIND", help="auto, io_uring or threads.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Read and write block files as the worker does, next to fio at the same size, depth and mode.
+
+    The exit code is 1 if a figure misses what the data path is held against (read and write 0.95 of fio).
+    """
+    from py_kvcache.bench import io as tool
+
+    with failures(tool.SCHEMA, as_json):
+        with steps() as on_progress:
+            report = tool.run(
+                root, sizes=[n << 20 for n in _numbers(sizes)], depth=depth, rounds=rounds, seconds=seconds,
+                ring=ring, on_progress=on_progress,
+            )  # fmt: skip
+        answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))
+    raise typer.Exit(GOOD if report["good"] else PROBLEM)
+
+
+@bench.command(
+    "metadata",
+    epilog="Examples:\n\n`py-kvcache bench metadata --root /cache --files 10000,100000`\n\n"
+    "`py-kvcache bench metadata --root /cache --processes 1,4,16 --json`",
+)
+def bench_metadata(
+    root: BenchRoot,
+    files: Annotated[
+        str, typer.Option(metavar="N,...", help="Numbers of files at which to measure, ascending.")
+    ] = "10000,100000,1000000",
+    processes: Annotated[str, typer.Option(metavar="N,...", help="Processes at a time.")] = "1,4,16",
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Repeats; the median counts.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.05, max=600.0, help="Length of one measurement.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Measure look-ups and publications a second, next to a bare loop of the same system calls.
+
+    The files are empty. The exit code is 1 if a figure misses what the design is held against.
+    """
+    from py_kvcache.bench import metadata as tool
+
+    with failures(tool.SCHEMA, as_json):
+        with steps() as on_progress:
+            report = tool.run(
+                root, files=_numbers(files), processes=_numbers(processes), rounds=rounds, seconds=seconds,
+                on_progress=on_progress,
+            )  # fmt: skip
+        answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))
+    raise typer.Exit(GOOD if report["good"] else PROBLEM)
 
 
 def main() -> None:

@@ -61,6 +61,10 @@ def _inert_class() -> Any:
             if self._scheduler:
                 logger.warning("py-kvcache is disabled, this engine serves without a cache: %s", reason)
 
+        @property
+        def requires_kv_delivery(self) -> bool:
+            return False  # the base says yes for kv_both, and then preempted requests are computed again
+
         def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
             return None
 

@@ -127,10 +127,24 @@ class Driver:
             "wrong": self.wrong,
             "peak_slots": self.peak_slots,
             "peak_fds": self.peak_fds,
-            "total_slots": self.executor._parts.reactor.core.staging.total
-            if hasattr(self.executor._parts.reactor, "core")
-            else None,
         }
+
+    def watch_peaks(self) -> dict[str, Any]:
+        """From here on note the most slots and descriptors the worker ever had at once."""
+        core = self.executor._parts.reactor._core
+        take, took = core.staging.take, core.took_file
+
+        def taken(use: Any) -> Any:
+            slot = take(use)
+            self.peak_slots = max(self.peak_slots, core.staging.used)
+            return slot
+
+        def took_file(*arguments: Any, **more: Any) -> None:
+            took(*arguments, **more)
+            self.peak_fds = max(self.peak_fds, core.open_files)
+
+        core.staging.take, core.took_file = taken, took_file
+        return {"ok": True}
 
     def reset_prefix_cache(self) -> dict[str, Any]:
         return {"ok": self.llm.reset_prefix_cache()}

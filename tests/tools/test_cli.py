@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -131,3 +132,55 @@ def test_lines_stay_whole_in_a_pipe(root: Any) -> None:
     path.write_bytes(b"")
     done = cli("verify", str(root.path), COLUMNS="40")
     assert any(str(path.relative_to(root.path)) in line for line in done.stdout.splitlines())
+
+
+REPORT = {
+    "schema": "x/1",
+    "machine": {"cores": 2, "list": [1]},
+    "results": [
+        {"file_bytes": 4096, "read_gb_s": 1.23456, "direct": True},
+        {"file_bytes": 8192, "note": None, "per": [{"processes": 4, "lookups_per_s": 98_765}]},
+    ],
+    "below_target": [],
+    "good": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "expected"),
+    [
+        ("io", ["--sizes", "1,28", "--depth", "8"], {"sizes": [1 << 20, 28 << 20], "depth": 8}),
+        ("metadata", ["--files", "10,20", "--rounds", "2"], {"files": [10, 20], "rounds": 2}),
+    ],
+)
+def test_a_benchmark_gets_its_options_and_its_figures_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, args: list[str], expected: dict[str, Any]
+) -> None:
+    tool = importlib.import_module(f"py_kvcache.bench.{command}")
+    given: dict[str, Any] = {}
+
+    def run(root: str, **options: Any) -> dict[str, Any]:
+        given.update(options, root=root)
+        options["on_progress"](0, 1, "reading [1]")
+        return REPORT
+
+    monkeypatch.setattr(tool, "run", run)
+    start = ["bench", command, "--root", str(tmp_path)]
+    done = CliRunner().invoke(app, [*start, *args])
+    assert done.exit_code == 0
+    assert expected.items() <= given.items()
+    assert given["root"] == str(tmp_path)
+    for text in ("1.235", "8,192", "lookups per s by 4 processes", "98,765"):
+        assert text in done.stdout
+    assert "reading [1]" in done.stderr
+    done = CliRunner().invoke(app, [*start, "--json"])
+    assert json.loads(done.stdout) == REPORT
+    monkeypatch.setattr(tool, "run", lambda *_, **__: {**REPORT, "good": False, "below_target": ["slow"]})
+    done = CliRunner().invoke(app, start)
+    assert (done.exit_code, "below target: slow" in done.stdout) == (1, True)
+
+
+@pytest.mark.parametrize("sizes", ["", "x", "1,,2", "0", "-1"])
+def test_a_list_of_numbers_that_is_none_is_a_usage_error(tmp_path: Path, sizes: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "io", "--root", str(tmp_path), "--sizes", sizes])
+    assert done.exit_code == 2

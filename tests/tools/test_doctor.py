@@ -233,7 +233,7 @@ def test_a_real_overlay_read_only_or_not_is_examined(tmp_path: Path, mode: str) 
 MOUNTINFO = r"""
 22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
 40 22 0:35 / /mnt rw - tmpfs tmpfs rw
-41 40 0:40 / /mnt/kv\040cache rw,noatime shared:9 master:1 - nfs4 10.0.0.1:/kv vers=4.2,lookupcache=pos,nconnect=8
+41 40 0:40 / /mnt/kv\040cache rw,noatime shared:9 - nfs4 10.0.0.1:/kv vers=4.2,lookupcache=pos,nconnect=8
 42 40 0:41 / /mnt/kv\040cache/over rw,relatime - nfs 10.0.0.2:/x rw,vers=3,soft
 broken line
 43 22 0:50 / /c rw - overlay overlay rw,lowerdir=/a:/b,upperdir=/u
@@ -286,6 +286,13 @@ def test_seccomp_and_sysctl_are_told_apart() -> None:
     assert "Localhost seccomp profile" in doctor_host.check_ring(RING_EPERM, "0", seccomp=True).remedy
     assert "seccomp" not in doctor_host.check_ring(RING_EPERM, "2", seccomp=True).text
     assert "io_uring_disabled=0" in doctor_host.check_kernel("6.8.0", "2").remedy
+
+
+def test_a_reason_is_cut_in_two_only_where_its_remedy_begins() -> None:
+    whole = RingProbe(False, "could not be started ([Errno 13] no: '/bin/python')")
+    assert (doctor_host.check_ring(whole, "0", seccomp=False).text, whole.reason) == (whole.reason,) * 2
+    check = doctor_host.check_ring(RingProbe(False, "no ring (old kernel): upgrade"), "0", seccomp=False)
+    assert (check.text, check.remedy) == ("no ring (old kernel)", "upgrade")
 
 
 @pytest.mark.parametrize(

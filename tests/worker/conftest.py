@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import hypothesis
+
 NAME = "worker_doubles"
 
 if NAME not in sys.modules:
@@ -14,3 +16,7 @@ if NAME not in sys.modules:
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
     spec.loader.exec_module(module)
+
+# No test may depend on how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")

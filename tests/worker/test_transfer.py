@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from py_kvcache.worker import transfer
-from py_kvcache.worker.transfer import ENDED, HOLDS_FD, HOLDS_SLOT, LOST, TABLE, Event, LoadState, StoreState, step
+from py_kvcache.worker.transfer import (
+    ENDED,
+    HOLDS_FD,
+    HOLDS_SLOT,
+    LOST,
+    TABLE,
+    Event,
+    LoadState,
+    StoreState,
+    step,
+)
 
 STATES = [*LoadState, *StoreState]
 L, S, E = LoadState, StoreState, Event

@@ -1,10 +1,11 @@
-"""One row of `bench io`: our passes and fio's over the same files, one after the other in the same minutes."""
+"""One row of `bench io`: our passes and fio's over the same files, in turns within the same minutes."""
 
 from __future__ import annotations
 
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from py_kvcache.bench.fio import JOBS, Fio, FioPass, run_fio
 from py_kvcache.bench.workspace import flush, remove_tree
 
 READ_SET_BYTES = 1 << 30
-WRITE_BYTES = 2 << 30
-_LOST_SIGNIFICANCE = 4  # digits behind the point of a figure
+WRITE_BYTES = 2 << 30  # of one pass at most
+TRIAL_BYTES = 256 << 20  # of the pass that tells how many make a full one
+MOST_FILES = 2048
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Setting:
     free: int
 
     def count(self, wanted: int) -> int:
-        """Files that come to about that many bytes: a multiple of fio's jobs, a quarter of the space at most."""
-        return max(JOBS, min(wanted, self.free // 4) // self.size // JOBS * JOBS)
+        """Files that come to about that many bytes, a multiple of fio's jobs, in a quarter of the space."""
+        files = min(wanted, self.free // 4) // self.size
+        return max(JOBS, min(files, MOST_FILES) // JOBS * JOBS)
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Side:
     fio: list[float] = field(default_factory=list)
 
     def alternate(self, number: int, ours: Callable[[], Pass], fio: Callable[[], float]) -> None:
-        """One round: both once, who begins takes turns, since the second finds the device busier or warmer."""
+        """One round, each once; they take turns to begin, since the second finds a busier device."""
         if number % 2:
             self.fio.append(fio())
             self.ours.append(ours())
@@ -76,8 +79,8 @@ class Side:
 def compare(setting: Setting, fio: Fio, step: Callable[[str], None]) -> dict[str, Any]:
     """Measure one size and mode; ``step`` is called before each of ``2 * rounds + 1`` parts."""
     write, read = Side(), Side()
-    with Engine(
-        setting.scratch, setting.size, direct=setting.direct, depth=setting.depth, ring=setting.ring
+    with closing(
+        Engine(setting.scratch, setting.size, direct=setting.direct, depth=setting.depth, ring=setting.ring)
     ) as engine:
         step("preparing")
         blocks = make_read_set(engine, setting)
@@ -137,7 +140,7 @@ class _Writer:
     def __init__(self, engine: Engine, setting: Setting, fio: Fio) -> None:
         self._engine, self._setting, self._fio = engine, setting, fio
         self._number = 1 << 32  # beyond the read set's keys
-        self._count = setting.count(256 << 20)
+        self._count = setting.count(TRIAL_BYTES)
         first = self.ours()
         # As many as take about the time of a read pass.
         self._count = setting.count(min(WRITE_BYTES, int(first.rate * setting.seconds)))
@@ -173,4 +176,4 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def figure(value: float) -> float:
     """As many digits as a measurement deserves."""
-    return round(value, _LOST_SIGNIFICANCE)
+    return round(value, 4)

@@ -1,11 +1,10 @@
-"""Our side of a measurement: the real reactor, ring, checksums and publisher, with a device that does nothing.
+"""Our side of a measurement: real reactor, ring, checksums and publisher, and a device that does nothing.
 
-So what is measured is all a block goes through between staging memory and file, and nothing of a GPU.
+So it is all that a block goes through between staging memory and file, and nothing of a GPU.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import resource
@@ -13,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from py_kvcache.bench.workspace import block_key, part_of
 from py_kvcache.errors import KvCacheError
-from py_kvcache.layout import FOOTER_BYTES, block_path, file_bytes, part_dir
+from py_kvcache.layout import FOOTER_BYTES, block_path, file_bytes
 from py_kvcache.worker.checksum import Checksummer
 from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.inbox import Inbox
@@ -25,7 +25,6 @@ from py_kvcache.worker.reactor import BlockWork, Job, JobResult, Kind, Reactor
 from py_kvcache.worker.ring import Ring, make_ring
 from py_kvcache.worker.staging import StagingPool, plan_slots
 
-NAMESPACE = "bench_000000000000"
 COPY_HEADROOM = 4
 LOOKAHEAD = 32
 _POLL_S = 0.001
@@ -34,7 +33,7 @@ _DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Pass:
-    """One measured pass. ``cpu_s`` is user plus system time of this whole process, kernel workers included."""
+    """One measured pass. ``cpu_s``: user plus system time of this process, kernel workers included."""
 
     bytes: int
     seconds: float
@@ -71,7 +70,7 @@ class NullDevice:
 
 
 class TimedRing:
-    """Another ring, and how long each of its submits that had something to submit kept its caller (seconds)."""
+    """Another ring, and for how many seconds each submit of something kept its caller."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -123,11 +122,6 @@ class Block:
 
     key: bytes
     path: str
-
-
-def block_key(number: int) -> bytes:
-    """A key (32-byte hash, group 0) that spreads over the folders as real ones do."""
-    return hashlib.sha256(number.to_bytes(8, "big")).digest() + bytes(4)
 
 
 class Engine:
@@ -183,12 +177,6 @@ class Engine:
         self._job_ids = 0
         self._sizes: dict[int, int] = {}  # of the jobs under way, in blocks
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End all threads and free the staging memory."""
         self._reactor.stop(10.0)
@@ -200,7 +188,7 @@ class Engine:
     def new_block(self, number: int) -> Block:
         """A block whose file lies where the layout wants it."""
         key = block_key(number)
-        return Block(key, block_path(part_dir(self.folder, NAMESPACE, 0), key))
+        return Block(key, block_path(part_of(self.folder), key))
 
     def store(self, blocks: Sequence[Block]) -> Pass:
         """Write and publish each block once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,13 @@ def run(
     with workspace(root, need) as folder:
         probe = probe_direct(folder)
         name, note = _ring_in_use(ring, folder)
-        modes = [True, False] if probe.ok else [False]
+        # Where O_DIRECT is accepted without being direct, the connector does not use it either.
+        modes = [True, False] if probe.ok and probe.direct else [False]
         steps = _Steps(on_progress, len(sizes) * (len(modes) * (2 * rounds + 1) + 1) + 2)
 
         def setting(scratch: str, size: int, direct: bool) -> Setting:
             # Where reads are copies by the CPU, fio needs as many processes as we have depth.
-            engine = "io_uring" if direct and probe.direct and name == "io_uring" else "psync"
+            engine = "io_uring" if direct and name == "io_uring" else "psync"
             free = shutil.disk_usage(folder).free
             return Setting(scratch, size, direct, engine, depth, rounds, seconds, ring, free)
 
@@ -74,10 +75,9 @@ def run(
                 steps.about = f"{size / MIB:g} MiB {'direct' if direct else 'buffered'}: "
                 with _scratch(folder) as scratch:
                     rows.append(compare(setting(scratch, size, direct), fio, steps))
-        direct = probe.ok and probe.direct
         steps.about = ""
         with _scratch(folder) as scratch:
-            largest = setting(scratch, max(sizes), direct)
+            largest = setting(scratch, max(sizes), modes[0])
             checksum = checksum_cost(reduced(largest, scratch, max(sizes)), steps)
         threads = []
         for size in sizes:
@@ -135,8 +135,8 @@ def _direct(probe: DirectProbe) -> dict[str, Any]:
 
 def below_target(report: dict[str, Any]) -> list[str]:
     """One sentence for each figure that misses what the data path is held against."""
-    found = []
-    say: Callable[[str], None] = found.append
+    found: list[str] = []
+    say = found.append
     for row in report["results"]:
         name = _name(row)
         for way in ("read", "write"):
@@ -144,14 +144,14 @@ def below_target(report: dict[str, Any]) -> list[str]:
                 say(f"{name}: {way} reaches {row[f'{way}_ratio']:.2f} of fio, not {AGAINST_FIO}")
         if row["submit_p99_ms"] > SUBMIT_P99_MS:
             say(f"{name}: a submit takes {row['submit_p99_ms']:.2f} ms (p99), not {SUBMIT_P99_MS:g}")
-        if row["direct"] and report["direct"]["bypasses_page_cache"] and row["file_bytes"] >= _LARGE:
+        if row["direct"] and row["file_bytes"] >= _LARGE:
             for way in ("read", "write"):
-                if row[f"{way}_cpu_s_per_gb"] > CPU_S_PER_GB:
-                    say(
-                        f"{name}: {way} takes {row[f'{way}_cpu_s_per_gb']:.3f} core-seconds a GB, not {CPU_S_PER_GB}"
-                    )
+                cpu = row[f"{way}_cpu_s_per_gb"]
+                if cpu > CPU_S_PER_GB:
+                    say(f"{name}: {way} takes {cpu:.3f} core-seconds a GB, not {CPU_S_PER_GB}")
     for row in report["second_thread"]:
-        if row["file_bytes"] >= _LARGE and row["loss"] > SECOND_THREAD_LOSS:
+        # Buffered, the thread also takes a core from the copies; that is no fault of the interpreter's.
+        if row["direct"] and row["file_bytes"] >= _LARGE and row["loss"] > SECOND_THREAD_LOSS:
             say(f"{_name(row)}: a second busy thread costs {row['loss']:.0%}, not {SECOND_THREAD_LOSS:.0%}")
     return found
 

@@ -6,12 +6,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from py_kvcache.bench.compare import Setting, figure, make_read_set
+from py_kvcache.bench.compare import TRIAL_BYTES, Setting, figure, make_read_set
 from py_kvcache.bench.engine import Block, Engine, Pass
 from py_kvcache.worker.checksum import seal_block
 
@@ -47,10 +47,10 @@ def checksum_cost(setting: Setting, step: Callable[[str], None]) -> dict[str, An
     try:
         # Sealed with a digest: an engine without checksums reads such files just as well.
         blocks = make_read_set(engines[True], setting)
-        count = setting.count(256 << 20)
+        count = setting.count(TRIAL_BYTES)
         step("checksums")
         for number in range(2 * setting.rounds):
-            on = number % 2 == 1
+            on = number % 4 in (1, 2)  # off on, on off, ...
             read[on].append(engines[on].load(blocks, setting.seconds))
             start = (number + 1) << 32
             new = [engines[on].new_block(start + i) for i in range(count)]
@@ -93,7 +93,7 @@ def _digest_rate(size: int) -> float:
 def second_thread_cost(setting: Setting, step: Callable[[str], None]) -> dict[str, Any]:
     """Reads beside a busy thread and alone, alternating; then the depth that makes up for it. One part."""
     step("a second thread")
-    with _engine(setting, setting.depth) as engine:
+    with closing(_engine(setting, setting.depth)) as engine:
         blocks = make_read_set(engine, setting)
         alone, beside = [], []
         for _ in range(setting.rounds):
@@ -112,7 +112,7 @@ def second_thread_cost(setting: Setting, step: Callable[[str], None]) -> dict[st
         "deeper": [],
     }
     for depth in _DEEPER if loss > TOLERATED_LOSS else ():
-        with _engine(setting, depth) as engine:
+        with closing(_engine(setting, depth)) as engine:
             rate = statistics.median(_beside(engine, blocks, setting.seconds) for _ in range(setting.rounds))
         found["deeper"].append({"depth": depth, "beside_gb_s": figure(rate / 1e9)})
         if rate >= (1 - TOLERATED_LOSS) * quiet:

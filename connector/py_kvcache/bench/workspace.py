@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import platform
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 from py_kvcache import __version__
 from py_kvcache.errors import RootError
+from py_kvcache.layout import part_dir
 from py_kvcache.worker.probe import filesystem_name
 
 # done steps, all steps, what is being done now
@@ -70,6 +72,16 @@ def flush(folder: str) -> None:
         ctypes.CDLL(None).syncfs(fd)
     finally:
         os.close(fd)
+
+
+def block_key(number: int) -> bytes:
+    """A key (32-byte hash, group 0) that spreads over the folders as real ones do."""
+    return hashlib.sha256(number.to_bytes(8, "big")).digest() + bytes(4)
+
+
+def part_of(folder: str) -> str:
+    """The part folder that a benchmark's blocks lie in, as if its folder were a root."""
+    return part_dir(folder, "bench_000000000000", 0)
 
 
 def machine(root: str) -> dict[str, Any]:

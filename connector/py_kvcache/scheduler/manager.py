@@ -19,6 +19,9 @@ from py_kvcache.errors import Fault
 from py_kvcache.layout import write_config
 from py_kvcache.namespace import Spaces, adapter_identity
 from py_kvcache.plan import TransferPlan, WorkerReport
+from py_kvcache.scheduler.lookup import Index, Presence
+from py_kvcache.scheduler.probe import ChainQuestion, Prober
+from py_kvcache.scheduler.requests import RequestState, wanted
 from py_kvcache.vllm_api import (
     LookupResult,
     OffloadingManager,
@@ -28,9 +31,6 @@ from py_kvcache.vllm_api import (
     storage_hit_source,
     to_stats,
 )
-from py_kvcache.scheduler.lookup import Index, Presence
-from py_kvcache.scheduler.probe import ChainQuestion, Prober
-from py_kvcache.scheduler.requests import RequestState, wanted
 
 logger = logging.getLogger("vllm.py_kvcache.manager")
 

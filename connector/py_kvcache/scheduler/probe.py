@@ -31,7 +31,7 @@ def longest_prefix(length: int, exists: Exists) -> int:
     """
     if length == 0 or not exists(0):
         return 0
-    if exists(length - 1):
+    if length == 1 or exists(length - 1):
         return length
     low, step = 0, 1  # block `low` exists
     high = length - 1  # block `high` does not

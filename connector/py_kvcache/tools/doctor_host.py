@@ -86,6 +86,8 @@ def check_ring(ring: RingProbe, disabled: str, seccomp: bool) -> Check:
     if ring.ok:
         return Check("io_uring", Status.OK, "ring set-up, write and read work", data=data)
     reason, _, remedy = ring.reason.partition(": ")
+    if reason.count("(") != reason.count(")"):
+        reason, remedy = ring.reason, ""  # the colon was an error message's
     if "EPERM" in ring.reason and disabled not in ("1", "2") and seccomp:
         reason = "forbidden by this container's seccomp profile [EPERM]"
         remedy = (

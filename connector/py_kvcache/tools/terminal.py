@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from py_kvcache.errors import ConfigError, KvCacheError, RootError
 from py_kvcache.tools.show import counted, errno_text, human_bytes, printable
@@ -79,3 +81,69 @@ def spinner(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda entries, size: status.update(
             f"{what}: {counted(entries, 'entry', 'entries')}, {human_bytes(size)} so far"
         )
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[int, int, str], None]]:
+    """Progress of a benchmark on stderr: a bar, or a line for each step when that is no terminal.
+
+    Yields a function to call with steps done, steps in all, and what is being done now.
+    """
+    console = console_for(sys.stderr)
+    if not console.is_terminal:
+        yield lambda done, total, text: console.print(f"[{done + 1}/{total}] {text}", markup=False)
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        console=console, transient=True,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=None)
+        yield lambda done, total, text: bar.update(
+            task, completed=done, total=total, description=escape(text)
+        )
+
+
+def show_measurements(report: Mapping[str, Any], console: Console) -> None:
+    """A benchmark's report for people: every list of records a table, then what missed its target."""
+    for name, value in report.items():
+        title = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            facts = ", ".join(f"{key.replace('_', ' ')} {text}" for key, text in _figures(value))
+            console.print(f"[bold]{title}[/]: {escape(facts)}", highlight=False)
+        elif _is_records(value):
+            console.print(f"[bold]{title}[/]")
+            records = [dict(_figures(record)) for record in value]
+            # one column a record: there are few records and many figures
+            table = Table(box=None, pad_edge=False, padding=(0, 2), show_header=False)
+            for key in dict.fromkeys(key for record in records for key in record):
+                cells = (escape(record.get(key, "-")) for record in records)
+                table.add_row(f"  {key.replace('_', ' ')}", *cells)
+            console.print(table)
+    for text in report.get("below_target", []):
+        console.print(f"[red]below target:[/] {escape(text)}", highlight=False)
+
+
+def _is_records(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+
+def _figures(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and figures; those of records within are named after their first one (``by 4 processes``)."""
+    for key, value in record.items():
+        if _is_records(value):
+            for inner in value:
+                (first, number), *rest = inner.items()
+                for name, text in _figures(dict(rest)):
+                    yield f"{name} by {number} {first}", text
+        elif value is None or isinstance(value, (str, int, float)):
+            yield key, _figure(value)
+
+
+def _figure(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}" if isinstance(value, float) else value

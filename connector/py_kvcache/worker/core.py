@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.jobs import FIRST_STATE, JobResult, Kind, Running, Transfer
+from py_kvcache.worker.journal import Journal
 from py_kvcache.worker.transfer import (
     COPYING,
     HOLDS_FD,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_RETRIES = 8  # of one operation that was interrupted or refused for the moment
-MAX_LOGGED = 20  # failed blocks named in the log; the counters have them all
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
 # Lost blocks that only the ring can bring back; what helpers do cannot be cancelled.
 _ON_RING = frozenset({LoadState.OPENING_LOST, LoadState.READING_LOST, StoreState.WRITING_LOST})
@@ -45,7 +45,11 @@ _STATES = len(LoadState) + len(StoreState)
 
 
 def set_file_flags(fd: int, flags: int) -> None:
-    """F_SETFL; local to the descriptor, so it cannot hang."""
+    """F_SETFL on a seekable file. Neither call leaves the kernel's own memory, so neither can hang.
+
+    Raises OSError with ESPIPE for a FIFO, on which the read would wait for ever.
+    """
+    os.lseek(fd, 0, os.SEEK_CUR)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
@@ -64,7 +68,7 @@ class Core:
         on_finished: Callable[[int], None],
     ) -> None:
         self.ring, self.staging, self.checksum, self.publisher = ring, staging, checksum, publisher
-        self.settings, self.trace, self.set_flags = settings, trace, set_flags
+        self.settings, self.journal, self.set_flags = settings, Journal(trace), set_flags
         self.counters = Counters()
         self.now = 0.0
         self.direct = settings.direct
@@ -80,7 +84,6 @@ class Core:
         self._abandoning: set[int] = set()
         self._tokens = 0
         self._serials = 0
-        self._logged = 0
 
     # ---- operations
 
@@ -110,7 +113,7 @@ class Core:
             # Not yet the file system's fault: a folder or FIFO in a file's place answers so too. The
             # switch for all is made when the same file gives its bytes without O_DIRECT.
             t.direct, t.refused = False, code
-            if t.fd >= 0 and not self.clear_flags(t):
+            if t.fd >= 0 and self.apply_flags(t):
                 return False
         elif code not in _TRANSIENT or t.retries >= MAX_RETRIES:
             return False
@@ -119,14 +122,13 @@ class Core:
         self.move(t, Event.AGAIN)
         return True
 
-    def clear_flags(self, t: Transfer) -> bool:
-        """Set the open file to blocking, and direct only if the block is. False if that is refused."""
+    def apply_flags(self, t: Transfer) -> int:
+        """Make the open file blocking, and direct if the block is. Returns an errno, 0 if all is well."""
         try:
             self.set_flags(t.fd, os.O_DIRECT if t.direct else 0)
         except OSError as error:
-            log.debug("F_SETFL of %s: %s", t.work.path, error)
-            return False
-        return True
+            return error.errno or errno.EIO
+        return 0
 
     def proved_buffered(self, t: Transfer) -> None:
         """A whole file went through buffered after O_DIRECT was refused: the file system does not do it."""
@@ -193,13 +195,11 @@ class Core:
         kind = t.run.job.kind.value
         t.error = error
         self.move(t, Event.FAIL)
-        self.counters.failure(kind, stage, error.fault.value, error.errno_name)
         if error.fault is Fault.CHECKSUM:
             self.counters.checksum_failures += 1
-        if self._logged < MAX_LOGGED:
-            self._logged += 1
-            last = "" if self._logged < MAX_LOGGED else " (further failures are only counted)"
-            log.warning("py-kvcache: %s of one block failed at %s: %s%s", kind, stage, error, last)
+        self.complain(
+            (kind, stage, error.fault.value, error.errno_name), f"{kind} failed at {stage}: {error}"
+        )
         self._ended_badly(t, error)
 
     def end_given_up(self, t: Transfer, error: BlockError) -> None:
@@ -286,16 +286,6 @@ class Core:
         if wrong is None and any(self.queued.values()):
             wrong = f"queue counts are {self.queued} without a job"
         return wrong
-
-    def trace_block(self, t: Transfer, name: str) -> None:
-        """One bar on the timeline, from the operation's begin to now."""
-        if self.trace is not None:
-            slot = t.slot
-            lane = f"slot {slot.index}" if slot is not None else "files"
-            self.trace.complete(
-                name, t.run.job.kind.value, t.since * 1e6, (self.now - t.since) * 1e6, lane,
-                job=t.run.job.job_id, block=t.work.index,
-            )  # fmt: skip
 
     def _let_file_go(self, t: Transfer) -> None:
         fd, temp = self.gave_file(t)

@@ -105,8 +105,9 @@ class Loads:
                 self._fail(t, "open", fault_of(-result), -result)
             return
         core.took_file(t, result)
-        if not core.clear_flags(t):
-            self._fail(t, "open", Fault.IO, errno.EINVAL, "F_SETFL")
+        code = core.apply_flags(t)
+        if code:
+            self._fail(t, "open", Fault.IO, code, "no ordinary file")
             return
         core.move(t, Event.OPENED)
         heappush(self._opened, (t.serial, t))
@@ -147,7 +148,7 @@ class Loads:
         """The ring's answer to a read."""
         core = self._core
         core.counters.reads.end(core.now, t.since, max(result, 0))
-        core.trace_block(t, "read")
+        core.journal.block(core.now, t, "read")
         if result < 0:
             if core.again(t, -result):
                 self._read(t, t.offset)
@@ -178,7 +179,7 @@ class Loads:
 
     def verified(self, t: Transfer, fault: Fault | None, detail: str) -> None:
         """The checksum helper's answer."""
-        self._core.trace_block(t, "verify")
+        self._core.journal.block(core.now, t, "verify")
         if fault is not None:
             self._fail(t, "verify", fault, 0, detail)
             return
@@ -227,7 +228,7 @@ class Loads:
         core = self._core
         t.run.copying -= 1
         core.counters.copies_in.end(core.now, t.since, 0 if broken else self._settings.payload_bytes)
-        core.trace_block(t, "copy to device")
+        core.journal.block(core.now, t, "copy to device")
         if broken is not None:
             self._device_failed(t, broken)
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -56,8 +57,8 @@ Message = Job | Flush | Stop
 class Loop:
     """The reactor's thread works through this alone; tests do so without a thread.
 
-    ``stopped`` becomes true in the pass that ends a stop; ``clean`` then tells whether nobody else has staging
-    memory.
+    ``stopped`` becomes true in the pass that ends a stop; ``clean`` then tells whether nobody else has
+    staging memory.
     """
 
     def __init__(self, core: Core, device: Copier, inbox: Inbox[Message]) -> None:
@@ -84,7 +85,7 @@ class Loop:
         self._stores.schedule()
         self._poll_device()
         self._answer_flushes()
-        core.ring.submit()
+        self._submit()
         again = core.endings != before or len(self._inbox) > 0
         if not again:
             self._check_idle()
@@ -111,6 +112,16 @@ class Loop:
             if t is not None and t.state is LoadState.OPENING_LOST and result >= 0:
                 os.close(result)
 
+    def _submit(self) -> None:
+        core = self._core
+        if core.journal.trace is None:
+            core.ring.submit()
+            return
+        began = time.monotonic()
+        core.ring.submit()
+        core.journal.submit(began, time.monotonic())
+        core.journal.slots(core.now, core.staging.by_use())
+
     # ---- receive
 
     def _receive(self) -> None:
@@ -136,6 +147,12 @@ class Loop:
             if room < count:
                 # The head of a chain is worth more than its tail: without the head nobody finds the tail.
                 core.skip_rest(run, BlockError(Fault.QUEUE_FULL, job.blocks[room].path), keep=room)
+                core.journal.warn(
+                    core.now,
+                    ("queue_full",),
+                    f"{core.settings.max_queued_stores} blocks wait to be stored, {count - room} more will "
+                    "not be stored: storage is slower than the engine computes",
+                )
             if run.finished:
                 return
         (self._loads if job.kind is Kind.LOAD else self._stores).add(run)
@@ -208,8 +225,10 @@ class Loop:
         while heap and (heap[0][2].finished or heap[0][0] <= core.now):
             run = heappop(heap)[2]
             if not run.finished:
-                path = first_path(run.job)
-                core.give_up(run, BlockError(Fault.TIMEOUT, path, 0, "the job's deadline passed"))
+                error = BlockError(Fault.TIMEOUT, first_path(run.job), 0, "the job's deadline passed")
+                kind = run.job.kind.value
+                core.journal.warn(core.now, ("deadline", kind), f"{kind} given up: {error}")
+                core.give_up(run, error)
         if self._stop is not None and core.now >= self._stop.at:
             for run in list(core.jobs.values()):
                 core.give_up(run, BlockError(Fault.CANCELLED, first_path(run.job), 0, "the worker stopped"))

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 CREATE_ATTEMPTS = 16
 CHAIN_STEP_NS = 1_000_000
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 # A pod that restarts often has the hostname and the pid of its predecessor: only this part of a
 # temporary name tells the two apart (see leftovers.py).
@@ -74,20 +75,20 @@ class BlockFiles:
         Raises:
             BlockError: nothing is left behind (but perhaps empty folders).
         """
-        ops = self.ops
+        open_, mode = self.ops.open, self.settings.file_mode
         try:
             if self.names.taken(final):
                 return None
+            temp = self._temp_of(final)
             for _ in range(CREATE_ATTEMPTS):
-                temp = temp_path(final, hostname=self.settings.hostname, pid=os.getpid(), token=next_token())
-                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
                 try:
-                    return ops.open(temp, flags, self.settings.file_mode), temp
+                    return open_(temp, _CREATE | os.O_DIRECT if direct else _CREATE, mode), temp
                 except FileNotFoundError:
                     # GC removes empty folders at any time: made and gone again is possible, so try again.
-                    self._make_folder(os.path.dirname(final))
+                    self._make_folder(final.rpartition("/")[0])
                 except FileExistsError:
                     self.counts.add("temp_name_taken")
+                    temp = self._temp_of(final)
                 except OSError as error:
                     if not direct or error.errno != errno.EINVAL:
                         raise
@@ -149,36 +150,41 @@ class BlockFiles:
             return False
         fd, temp = created
         try:
-            rest = memoryview(data).cast("B")
-            while rest:
-                rest = rest[self.ops.write(fd, rest) :]
+            written = self.ops.write(fd, data)
+            while written < len(data):
+                written += self.ops.write(fd, memoryview(data)[written:])
         except OSError as error:
             self.abandon(fd, temp)
             raise self._error(error, final, "write") from error
         return self.commit(fd, temp, final, index)
 
+    def _temp_of(self, final: str) -> str:
+        return temp_path(final, hostname=self.settings.hostname, pid=os.getpid(), token=next_token())
+
     def _make_folder(self, folder: str) -> None:
-        """mkdir -p below the root, with the modes of the settings whatever the umask; a race is no error."""
-        if not folder.startswith(self._root):
-            raise BlockError(Fault.IO, folder, errno.ENOENT, "the cache root is gone")
+        """mkdir -p below the root, with the modes of the settings whatever the umask.
+
+        A lost race is no error: whether the folder is there now, the caller's open tells.
+        """
+        mkdir, mode = self.ops.mkdir, self.settings.dir_mode
         try:
-            self._mkdir_with_parent(folder)
+            try:
+                mkdir(folder, mode)
+            except FileNotFoundError:
+                parent = folder.rpartition("/")[0]
+                if not parent.startswith(self._root):
+                    raise BlockError(Fault.IO, folder, errno.ENOENT, "the cache root is gone") from None
+                self._make_folder(parent)
+                mkdir(folder, mode)
         except (FileExistsError, FileNotFoundError):
-            return  # another writer's, or gone again already: the caller's open tells
+            return
         try:
             # mkdir() drops the set-group-id bit and whatever the umask forbids. Only for folders that
             # we made: others may be somebody's deliberate choice.
-            self.ops.chmod(folder, self.settings.dir_mode)
+            self.ops.chmod(folder, mode)
         except OSError as error:
             if error.errno != errno.ENOENT and self.counts.add("chmod_denied") == 1:
-                log.warning("py-kvcache cannot set mode %o on %s: %s", self.settings.dir_mode, folder, error)
-
-    def _mkdir_with_parent(self, folder: str) -> None:
-        try:
-            self.ops.mkdir(folder, self.settings.dir_mode)
-        except FileNotFoundError:
-            self._make_folder(os.path.dirname(folder))
-            self.ops.mkdir(folder, self.settings.dir_mode)
+                log.warning("py-kvcache cannot set mode %o on %s: %s", mode, folder, error)
 
     def _stamp(self, fd: int, index: int) -> None:
         """Mode despite the umask, and an mtime by the file system's own clock (its answer to our write)."""

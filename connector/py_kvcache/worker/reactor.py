@@ -38,7 +38,7 @@ class Reactor:
         wake_fd: the eventfd that the ring, and all helpers and devices, signal when something ended. It
             belongs to the caller, who closes it after ``stop``. Default: the ring's own.
         clock: seconds, monotonic; the jobs' deadlines are by it.
-        set_flags: F_SETFL on a descriptor.
+        set_flags: F_SETFL on a descriptor; OSError if it is not one of a seekable file.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class Stores:
         assert slot is not None
         t.run.copying -= 1
         core.counters.copies_out.end(core.now, t.since, 0 if broken else self._settings.payload_bytes)
-        core.trace_block(t, "copy from device")
+        core.journal.block(core.now, t, "copy from device")
         if broken is not None:
             core.fail(t, "copy", BlockError(Fault.DEVICE, t.work.path, 0, repr(broken)))
         elif t.run.over is not None:
@@ -153,12 +153,12 @@ class Stores:
     def sealed(self, t: Transfer, fault: Fault | None, detail: str) -> None:
         """The checksum helper's answer."""
         core = self._core
-        core.trace_block(t, "seal")
+        core.journal.block(core.now, t, "seal")
         if fault is not None:
             core.fail(t, "seal", BlockError(fault, t.work.path, 0, detail))
             return
         core.move(t, Event.SEALED)
-        t.direct = core.direct
+        t.direct = core.direct and core.publisher.direct
         core.publisher.create(core.expect(t), t.work.path, self._size)
 
     def created(self, t: Transfer, answer: PublishResult) -> None:
@@ -187,7 +187,7 @@ class Stores:
         """The ring's answer to a write."""
         core = self._core
         core.counters.writes.end(core.now, t.since, max(result, 0))
-        core.trace_block(t, "write")
+        core.journal.block(core.now, t, "write")
         if result < 0:
             if core.again(t, -result):
                 self._write(t, t.offset)
@@ -216,7 +216,7 @@ class Stores:
     def published(self, t: Transfer, answer: PublishResult) -> None:
         """The publisher's answer to commit."""
         core = self._core
-        core.trace_block(t, "publish")
+        core.journal.block(core.now, t, "publish")
         if answer.error is not None:
             self._fail(t, "publish", answer.error)
             return

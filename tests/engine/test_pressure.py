@@ -1,0 +1,151 @@
+"""Little GPU memory, few staging slots, a full volume, two engines at once, MultiConnector."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from session import engine, engine_arguments, prompt
+
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def cold(tiny: str) -> Any:
+    prompts = [prompt(1500 + 64 * i, seed=i) for i in range(6)]
+    with engine(engine_arguments(tiny, None)) as session:
+        return prompts, [session.generate([p], max_tokens=40)["tokens"][0] for p in prompts]
+
+
+def test_preempted_requests_give_the_cold_text(tiny: str, tmp_path: Path, cold: Any) -> None:
+    prompts, expected = cold
+    # 130 blocks of 32 tokens: three requests fit, and grow until one must give way.
+    arguments = engine_arguments(
+        tiny, str(tmp_path), num_gpu_blocks_override=160, max_model_len=2048, max_num_batched_tokens=512
+    )
+    with engine(arguments) as session:
+        for _ in range(2):
+            assert session.generate(prompts, max_tokens=40)["tokens"] == expected
+        end = session.call("settle")
+    assert end["loaded_blocks"] > 0 and end["wrong"] == [] and end["jobs_left"] == 0 and end["leaks"] == 0
+    assert end["slots"]["free"] == sum(end["slots"].values())
+
+
+def test_loads_larger_than_a_quarter_of_the_pool_make_progress(tiny: str, tmp_path: Path, cold: Any) -> None:
+    prompts, expected = cold
+    arguments = engine_arguments(tiny, str(tmp_path), num_gpu_blocks_override=120, max_model_len=2048)
+    with engine(arguments) as session:
+        for _ in range(2):
+            assert session.generate(prompts + prompts[:2], max_tokens=40)["tokens"] == expected + expected[:2]
+
+
+def test_three_slots_serve_64_requests_of_6000_tokens(tiny: str, tmp_path: Path) -> None:
+    slot = 64 * 1024 + 4096
+    # 64 tokens x 4 layers x 2 (keys, values) x 2 heads x 64 x 4 bytes = 262,144 bytes a block, and a footer.
+    slot = 262_144 + 4096
+    arguments = engine_arguments(tiny, str(tmp_path), extra={"staging_bytes": 3 * slot + 100, "open_lookahead": 8})
+    documents = [prompt(6000, seed=i) for i in range(2)]
+    with engine(arguments) as session:
+        first = [session.generate([d], max_tokens=1)["tokens"][0] for d in documents]
+        session.call("settle")
+        session.call("watch_peaks")
+        answer = session.generate(documents * 32, max_tokens=1)
+        end = session.call("settle")
+    assert answer["tokens"] == first * 32
+    assert end["loaded_blocks"] >= 64 * 93 and end["wrong"] == []
+    assert end["peak_slots"] <= 3 and sum(end["slots"].values()) == 3
+    # open_lookahead files ahead, and one descriptor for each slot.
+    assert end["peak_fds"] <= 8 + 3
+
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_full_volume_costs_stores_and_nothing_else(tiny: str, small_volume: Path, cold: Any) -> None:
+    prompts, expected = cold
+    with engine(engine_arguments(tiny, str(small_volume), extra={"store_stop_at": 1, "store_resume_at": 1})) as session:
+        for _ in range(2):
+            assert [session.generate([p], max_tokens=40)["tokens"][0] for p in prompts] == expected
+        end = session.call("settle")
+    assert end["loaded_blocks"] > 0, "what did fit is used"
+    assert end["wrong"] == [] and end["leaks"] == 0 and not list(small_volume.rglob("*.tmp"))
+
+
+def test_stores_stop_at_the_watermark(tiny: str, small_volume: Path, cold: Any) -> None:
+    prompts, expected = cold
+    with engine(engine_arguments(tiny, str(small_volume), extra={"store_stop_at": 0.6, "store_resume_at": 0.5})) as s:
+        assert [s.generate([p], max_tokens=40)["tokens"][0] for p in prompts] == expected
+        end = s.call("settle")
+    used = sum(f.stat().st_size for f in small_volume.rglob("*.bin"))
+    assert 0 < used <= 0.6 * 3 * 2**20 + 2 * 266_240
+    assert end["dropped"].get("store/paused", 0) + sum(
+        v for k, v in end["failures"].items() if "paused" in k
+    ) > 0
+
+
+def test_two_engines_on_one_root_at_the_same_time(tiny: str, tmp_path: Path, cold: Any) -> None:
+    prompts, expected = cold
+    results: dict[int, Any] = {}
+    arguments = engine_arguments(tiny, str(tmp_path))
+    with engine(arguments) as one, engine(arguments) as two:
+
+        def run(number: int, session: Any, order: int) -> None:
+            answers = [session.generate([p], max_tokens=40)["tokens"][0] for p in prompts[::order]]
+            results[number] = answers[::order]
+            session.call("settle")
+
+        threads = [
+            threading.Thread(target=run, args=(1, one, 1)),
+            threading.Thread(target=run, args=(2, two, -1)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {1: expected, 2: expected}
+        ends = [session.call("settle") for session in (one, two)]
+    files = list(tmp_path.rglob("*.bin"))
+    assert len(files) == sum(len(p) // BLOCK for p in prompts)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert sum(end["stored_blocks"] for end in ends) == len(files), "first writer wins, each block once"
+    assert all(end["wrong"] == [] for end in ends)
+
+
+def test_inside_multi_connector_a_failed_load_is_a_recompute(tiny: str, tmp_path: Path, cold: Any) -> None:
+    prompts, expected = cold
+    arguments = engine_arguments(tiny, str(tmp_path))
+    ours = arguments["kv_transfer_config"]
+    arguments["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }  # fmt: skip
+    with engine(arguments) as session:
+        assert session.generate([prompts[0]], max_tokens=40)["tokens"][0] == expected[0]
+        session.call("settle")
+        again = session.generate([prompts[0]], max_tokens=40)
+        assert again["tokens"][0] == expected[0] and again["cached"] == [1500 // BLOCK * BLOCK]
+        session.call("break_next", how="delete", blocks=[2])
+        assert session.generate([prompts[0]], max_tokens=40)["tokens"][0] == expected[0]
+
+
+def test_the_thread_ring_serves_the_same_text(tiny: str, tmp_path: Path, cold: Any) -> None:
+    prompts, expected = cold
+    with engine(engine_arguments(tiny, str(tmp_path), extra={"ring": "threads", "checksum": False})) as session:
+        for _ in range(2):
+            assert session.generate(prompts, max_tokens=40)["tokens"] == expected
+        end = session.call("settle")
+    assert end["loaded_blocks"] > 0 and end["wrong"] == []

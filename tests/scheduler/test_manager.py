@@ -1,0 +1,761 @@
+"""The scheduler side as vLLM's stock scheduler calls it, without an engine."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the manager is a subclass of vLLM's")
+
+from py_kvcache import metrics
+from py_kvcache.config import parse_config
+from py_kvcache.namespace import Spaces
+from py_kvcache.plan import Failures, WorkerReport
+from py_kvcache.scheduler import manager as module
+from py_kvcache.scheduler.lookup import SEEN_FOR_S
+from py_kvcache.scheduler.manager import ABSENT_FOR_S, Manager
+from py_kvcache.scheduler.probe import ChainAnswer, Prober
+from py_kvcache.vllm_api import LookupResult
+
+HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
+TOKENS = 16  # of one block here
+
+
+def keys(count: int, chain: int = 0) -> list[bytes]:
+    return [bytes([chain]) * 28 + n.to_bytes(4, "big") + bytes(4) for n in range(count)]
+
+
+class HandProber:
+    """Keeps questions and jobs until the test lets them go."""
+
+    def __init__(self) -> None:
+        self.questions: list[Any] = []
+        self.jobs: list[Any] = []
+        self.ready: list[ChainAnswer] = []
+        self.ended = False
+
+    def ask(self, question: Any) -> None:
+        self.questions.append(question)
+
+    def run(self, job: Any) -> None:
+        self.jobs.append(job)
+
+    def answers(self) -> list[ChainAnswer]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+    def reply(self, present: int, code: int = 0) -> None:
+        question = self.questions.pop(0)
+        self.ready.append(ChainAnswer(question.ticket, min(present, len(question.keys)), code))
+
+
+class Engine:
+    """What vLLM's scheduler does with the manager: passes of look-ups, stores, completions."""
+
+    def __init__(
+        self, root: Path | str = "/cache", *, known: bool = True, prober: Any = None, **extra: Any
+    ) -> None:
+        self.now = 1_000.0
+        self.prober = prober or HandProber()
+        self.spaces = Spaces({"model": "org/model"})
+        config = parse_config({"root": str(root), "block_tokens": TOKENS, **extra}, {})
+        self.manager = Manager(config, self.spaces, (0,), 2, prober=self.prober, clock=lambda: self.now)
+        if known:
+            self.manager.set_layouts([{"slab": False}])
+
+    def admit(self, name: str, chain: list[bytes], params: Any = None, lora: Any = None) -> Any:
+        hashes = [half for key in chain for half in (b"half of " + key[:24], key[:-4])]
+        request = SimpleNamespace(
+            request_id=name, block_hashes=hashes, num_prompt_tokens=len(chain) * TOKENS + 1, lora_request=lora
+        )
+        self.manager.admit(request)
+        context = SimpleNamespace(req_id=name, kv_transfer_params=params)
+        self.manager.on_new_request(context)
+        return SimpleNamespace(context=context, keys=chain, request=request)
+
+    def ask(self, request: Any) -> list[LookupResult]:
+        """One pass as the stock scheduler does it: up to the first MISS."""
+        name, results = request.context.req_id, []
+        self.manager.begin_lookup(name, 0)
+        for key in request.keys:
+            results.append(self.manager.lookup(key, request.context))
+            if results[-1] is MISS:
+                break
+        waits = {RETRY, PENDING} & set(results)
+        self.manager.end_lookup(name, None if waits else results.count(HIT) * TOKENS)
+        return results
+
+    def store(self, request: Any, some: list[bytes] | None = None) -> list[bytes]:
+        output = self.manager.prepare_store(request.keys if some is None else some, request.context)
+        assert list(output.store_spec.keys) == output.keys_to_store
+        return output.keys_to_store
+
+    def fail_load(self, request: Any, faults: dict[bytes, str]) -> None:
+        space = self.manager.prepare_load(list(faults), request.context).space
+        self.manager.note_report(WorkerReport(failed_loads={1: Failures(space, faults)}))
+
+    def finish(self, request: Any) -> None:
+        self.manager.on_request_finished(request.context)
+        for _ in range(2):
+            self.manager.on_schedule_end(None)
+
+    def counted(self, metric: metrics.Metric, *labels: str) -> float:
+        return self.manager._samples.counters.get((metric.name, labels), 0)
+
+
+def found(engine: Engine, request: Any, present: int) -> list[LookupResult]:
+    """Ask, let the probe find this many, ask again."""
+    assert set(engine.ask(request)) == {RETRY}
+    engine.prober.reply(present)
+    return engine.ask(request)
+
+
+# ---- look-up
+
+
+def test_a_request_waits_while_its_chain_is_probed_and_then_hits_what_exists():
+    engine = Engine()
+    request = engine.admit("a", keys(4))
+    assert engine.ask(request) == [RETRY] * 4
+    assert engine.ask(request) == [RETRY] * 4
+    assert len(engine.prober.questions) == 1, "one question at a time"
+    assert list(engine.prober.questions[0].keys) == request.keys
+    engine.prober.reply(3)
+    assert engine.ask(request) == [HIT, HIT, HIT, MISS]
+
+
+def test_positives_are_cached_over_requests_and_expire():
+    engine = Engine()
+    assert found(engine, engine.admit("a", keys(3)), 3) == [HIT] * 3
+    second = engine.admit("b", keys(3))
+    assert engine.ask(second) == [HIT] * 3
+    engine.now += SEEN_FOR_S
+    assert engine.ask(engine.admit("c", keys(3))) == [RETRY] * 3
+
+
+def test_negatives_are_asked_again_for_every_request():
+    engine = Engine()
+    assert found(engine, engine.admit("a", keys(3)), 0) == [MISS]
+    assert found(engine, engine.admit("b", keys(3)), 2) == [HIT, HIT, MISS]
+
+
+def test_a_request_that_waits_at_the_head_keeps_its_negative_answer_while_it_is_asked_again():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    assert found(engine, request, 0) == [MISS]
+    assert engine.ask(request) == [MISS]
+    assert engine.prober.questions == []
+    engine.now += ABSENT_FOR_S
+    assert engine.ask(request) == [MISS]
+    assert len(engine.prober.questions) == 1
+    engine.prober.reply(1)
+    # The probe asked about one block, since the look-up ends at the first miss.
+    assert engine.ask(request)[0] is HIT
+
+
+def test_the_overall_deadline_of_a_look_up_makes_it_a_miss():
+    engine = Engine(lookup_deadline_s=1.0)
+    request = engine.admit("a", keys(2))
+    assert engine.ask(request) == [RETRY, RETRY]
+    engine.now += 0.99
+    assert engine.ask(request) == [RETRY, RETRY]
+    engine.now += 0.01
+    assert engine.ask(request) == [MISS]
+    engine.manager.allocated(request.request, 0)
+    assert engine.counted(metrics.LOOKUPS, "timeout") == 1
+
+
+def test_waiting_for_something_else_does_not_use_up_the_look_ups_deadline():
+    engine = Engine(lookup_deadline_s=1.0)
+    request = engine.admit("a", keys(1))
+    assert found(engine, request, 1) == [HIT]
+    for _ in range(5):
+        # vLLM answers None itself while another request loads the same blocks.
+        engine.manager.begin_lookup("a", 0)
+        assert engine.manager.lookup(request.keys[0], request.context) is HIT
+        engine.manager.end_lookup("a", None)
+        engine.now += 1
+    assert engine.ask(request) == [HIT]
+
+
+def test_an_answer_that_comes_after_its_request_is_dropped():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    engine.ask(request)
+    engine.finish(request)
+    engine.prober.reply(2)
+    second = engine.admit("b", keys(2))
+    assert engine.ask(second) == [RETRY, RETRY]
+
+
+def test_an_error_of_the_file_system_is_a_miss_and_counted_by_errno():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    engine.ask(request)
+    engine.prober.reply(0, errno.ESTALE)
+    assert engine.ask(request) == [MISS]
+    assert engine.counted(metrics.PROBE_ERRORS, "ESTALE") == 1
+
+
+def test_only_what_is_not_known_is_asked():
+    engine = Engine()
+    found(engine, engine.admit("a", keys(2)), 2)
+    longer = engine.admit("b", keys(5))
+    assert engine.ask(longer) == [HIT, HIT, RETRY, RETRY, RETRY]
+    assert list(engine.prober.questions[0].keys) == keys(5)[2:]
+
+
+@pytest.mark.parametrize(("params", "loads", "stores"), [
+    (None, True, True),
+    ({}, True, True),
+    ({"py_kvcache": None}, True, True),
+    ({"py_kvcache": {"load": False}}, False, True),
+    ({"py_kvcache": {"store": False}}, True, False),
+    ({"py_kvcache": {"load": False, "store": False}}, False, False),
+    ({"py_kvcache": {"load": True, "other": 1}}, True, True),
+    ("nonsense", True, True),
+])  # fmt: skip
+def test_a_request_may_opt_out_of_loading_and_of_storing(params: Any, loads: bool, stores: bool):
+    engine = Engine()
+    request = engine.admit("a", keys(2), params)
+    assert engine.ask(request) == ([RETRY, RETRY] if loads else [MISS])
+    assert len(engine.prober.questions) == int(loads)
+    assert engine.store(request) == (request.keys if stores else [])
+    engine.manager.allocated(request.request, 0)
+    assert engine.counted(metrics.LOOKUPS, "miss" if loads else "opt_out") == 1
+    assert engine.counted(metrics.STORES_DROPPED, "opt_out") == (0 if stores else 2)
+
+
+# ---- stores in flight
+
+
+def test_a_block_being_stored_is_pending_and_a_hit_once_stored():
+    engine = Engine()
+    first, second = engine.admit("a", keys(2)), engine.admit("b", keys(2))
+    assert engine.store(first) == first.keys
+    assert engine.ask(second) == [PENDING, PENDING]
+    assert engine.prober.questions == []
+    engine.manager.complete_store(set(first.keys), first.context)
+    assert engine.ask(second) == [HIT, HIT]
+
+
+def test_a_store_that_never_ends_makes_the_second_request_compute_after_its_deadline():
+    engine = Engine(store_deadline_s=60, lookup_deadline_s=500)
+    first, second = engine.admit("a", keys(2)), engine.admit("b", keys(2))
+    engine.store(first)
+    engine.now += 59
+    assert engine.ask(second) == [PENDING, PENDING]
+    engine.now += 1
+    assert found(engine, second, 0) == [MISS]
+    engine.manager.get_stats()
+    assert engine.manager._index.storing == 0
+
+
+def test_a_store_that_never_ends_holds_up_a_request_no_longer_than_its_look_up_may_take():
+    engine = Engine(store_deadline_s=60, lookup_deadline_s=1)
+    first, second = engine.admit("a", keys(2)), engine.admit("b", keys(2))
+    engine.store(first)
+    assert engine.ask(second) == [PENDING, PENDING]
+    engine.now += 1
+    assert engine.ask(second) == [MISS]
+
+
+def test_a_store_given_up_is_counted_and_its_late_completion_says_nothing():
+    engine = Engine(store_deadline_s=60)
+    request = engine.admit("a", keys(3))
+    engine.store(request)
+    engine.now += 60
+    stats = engine.manager.get_stats()
+    assert stats.data["data"][metrics.STORES_DROPPED.name] == {("deadline",): 3}
+    engine.manager.complete_store(set(request.keys), request.context)
+    assert engine.ask(engine.admit("b", keys(3))) == [RETRY] * 3
+
+
+def test_a_block_that_a_rank_failed_to_store_is_no_hit():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    engine.store(request)
+    space = engine.spaces.name(None)
+    engine.manager.note_report(
+        WorkerReport(failed_stores={1: Failures(space, {request.keys[1]: "no_space"})})
+    )
+    engine.manager.complete_store(set(request.keys), request.context)
+    assert engine.ask(engine.admit("b", keys(2))) == [HIT, RETRY]
+
+
+def test_a_store_that_ends_after_its_request_is_still_known():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    engine.store(request)
+    engine.finish(request)
+    engine.manager.complete_store(set(request.keys), request.context)
+    assert engine.ask(engine.admit("b", keys(2))) == [HIT, HIT]
+
+
+def test_what_exists_or_is_under_way_is_not_stored_again():
+    engine = Engine()
+    first = engine.admit("a", keys(3))
+    found(engine, first, 1)
+    assert engine.store(first) == first.keys[1:]
+    assert engine.store(engine.admit("b", keys(4))) == [keys(4)[3]]
+
+
+def test_the_store_queue_is_bounded_drops_are_counted_and_nothing_follows_a_hole():
+    engine = Engine(max_queued_stores=3)
+    first = engine.admit("a", keys(8))
+    assert engine.store(first, first.keys[:5]) == first.keys[:3]
+    assert engine.counted(metrics.STORES_DROPPED, "queue_full") == 2
+    engine.manager.complete_store(set(first.keys[:3]), first.context)
+    assert engine.store(first, first.keys[5:]) == [], "what follows the hole could never be found"
+    assert engine.counted(metrics.STORES_DROPPED, "after_hole") == 3
+    other = engine.admit("b", keys(2, chain=1))
+    assert engine.store(other) == other.keys, "another chain has no hole"
+
+
+def test_the_queue_never_grows_beyond_its_bound_whatever_is_offered():
+    engine = Engine(max_queued_stores=5)
+    for n in range(50):
+        engine.store(engine.admit(f"r{n}", keys(4, chain=n)))
+        assert engine.manager._index.storing <= 5
+
+
+def test_a_later_request_fills_the_hole():
+    engine = Engine(max_queued_stores=2)
+    first = engine.admit("a", keys(4))
+    assert engine.store(first) == first.keys[:2]
+    engine.manager.complete_store(set(first.keys[:2]), first.context)
+    second = engine.admit("b", keys(4))
+    assert engine.store(second) == second.keys[2:]
+
+
+def test_dropping_a_store_answers_with_an_empty_list_and_never_with_none():
+    engine = Engine(known=False)
+    output = engine.manager.prepare_store(keys(2), engine.admit("a", keys(2)).context)
+    assert output.keys_to_store == []
+    assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 2
+
+
+def test_blocks_dropped_before_the_namespace_was_known_leave_a_hole_too():
+    engine = Engine(known=False)
+    request = engine.admit("a", keys(4))
+    assert engine.store(request, request.keys[:2]) == []
+    engine.manager.set_layouts([{}])
+    assert engine.store(request, request.keys[2:]) == []
+
+
+def test_the_last_blocks_of_a_request_can_be_stored_after_it_finished():
+    # 0.26 finishes the request in one step and stores its last blocks in the next.
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    engine.manager.on_request_finished(request.context)
+    engine.manager.on_schedule_end(None)
+    assert engine.store(request) == request.keys
+    engine.manager.on_schedule_end(None)
+    assert engine.manager._requests == {}
+
+
+def test_a_new_request_under_the_id_of_a_finished_one_keeps_its_state():
+    engine = Engine()
+    engine.manager.on_request_finished(engine.admit("a", keys(2)).context)
+    engine.manager.on_schedule_end(None)
+    second = engine.admit("a", keys(2))
+    engine.manager.on_schedule_end(None)
+    assert engine.ask(second) == [RETRY, RETRY]
+
+
+def test_a_request_that_was_never_admitted_comes_and_goes_without_a_trace():
+    engine = Engine()
+    context = SimpleNamespace(req_id="ghost", kv_transfer_params=None)
+    engine.manager.on_new_request(context)
+    engine.manager.on_request_finished(context)
+    engine.manager.on_request_finished(SimpleNamespace(req_id="nobody"))
+    engine.finish(engine.admit("a", keys(1)))
+    assert engine.manager._requests == {}
+
+
+def test_a_plan_names_the_space_and_the_place_of_each_block_in_its_chain():
+    engine = Engine()
+    request = engine.admit("a", keys(4))
+    found(engine, request, 4)
+    plan = engine.manager.prepare_load(request.keys[1:3], request.context)
+    assert (plan.space, plan.keys, plan.indices) == (
+        engine.spaces.name(None),
+        tuple(request.keys[1:3]),
+        (1, 2),
+    )
+    stored = engine.admit("b", keys(3, chain=1))
+    assert engine.manager.prepare_store(stored.keys[2:], stored.context).store_spec.indices == (2,)
+
+
+# ---- failed loads
+
+
+def test_a_failed_load_is_a_miss_for_30_seconds_so_that_the_request_cannot_loop():
+    engine = Engine()
+    request = engine.admit("a", keys(3))
+    found(engine, request, 3)
+    engine.fail_load(request, {request.keys[1]: "io", request.keys[2]: "cancelled"})
+    assert engine.ask(request) == [HIT, MISS]
+    assert engine.prober.questions == []
+    engine.now += 29
+    assert engine.ask(engine.admit("b", keys(3))) == [HIT, MISS]
+    engine.now += 1
+    assert engine.ask(engine.admit("c", keys(3))) == [HIT, RETRY, RETRY]
+    assert engine.counted(metrics.RECOMPUTED_BLOCKS) == 2
+
+
+def test_a_block_that_fails_again_is_a_miss_for_twice_as_long():
+    engine = Engine()
+    request = engine.admit("a", keys(1))
+    found(engine, request, 1)
+    engine.fail_load(request, {request.keys[0]: "io"})
+    engine.now += 30
+    engine.fail_load(request, {request.keys[0]: "io"})
+    engine.now += 59
+    assert engine.ask(request) == [MISS]
+    engine.now += 1
+    assert engine.ask(request) == [RETRY]
+
+
+@pytest.mark.parametrize(("fault", "healed"), [("checksum", True), ("missing", True), ("wrong_size", True),
+                                               ("io", False), ("timeout", False)])  # fmt: skip
+def test_a_store_heals_a_miss_for_damage_but_not_for_a_sick_file_system(fault: str, healed: bool):
+    engine = Engine()
+    request = engine.admit("a", keys(1))
+    found(engine, request, 1)
+    engine.fail_load(request, {request.keys[0]: fault})
+    assert engine.store(request) == request.keys, "the recomputed block is offered again"
+    engine.manager.complete_store(set(request.keys), request.context)
+    assert engine.ask(engine.admit("b", keys(1))) == ([HIT] if healed else [MISS])
+
+
+def test_blocks_behind_a_failed_one_are_looked_at_again_and_not_held_against_them():
+    engine = Engine()
+    request = engine.admit("a", keys(3))
+    found(engine, request, 3)
+    engine.fail_load(request, {request.keys[0]: "checksum", request.keys[1]: "cancelled"})
+    engine.store(request, request.keys[:1])
+    engine.manager.complete_store(set(request.keys[:1]), request.context)
+    assert engine.ask(engine.admit("b", keys(3))) == [HIT, RETRY, HIT]
+
+
+def test_a_load_that_was_wholly_cancelled_is_a_miss_too_or_it_would_be_tried_for_ever():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    found(engine, request, 2)
+    engine.fail_load(request, dict.fromkeys(request.keys, "cancelled"))
+    assert engine.ask(request) == [MISS]
+
+
+def test_an_answer_on_its_way_does_not_lift_a_ban():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    found(engine, request, 2)
+    engine.now += SEEN_FOR_S
+    engine.ask(request)
+    engine.fail_load(request, {request.keys[0]: "io"})
+    engine.prober.reply(2)
+    assert engine.ask(request) == [MISS]
+
+
+# ---- namespaces
+
+
+def test_until_the_workers_described_their_tensors_a_request_waits_and_then_misses():
+    engine = Engine(known=False, lookup_deadline_s=1)
+    request = engine.admit("a", keys(2))
+    assert engine.ask(request) == [RETRY, RETRY]
+    assert engine.prober.questions == []
+    engine.now += 1
+    assert engine.ask(request) == [MISS]
+
+
+def test_the_first_report_of_the_workers_makes_names_known_and_later_ones_change_nothing():
+    engine = Engine(known=False)
+    request = engine.admit("a", keys(1))
+    engine.ask(request)
+    engine.manager.note_report(WorkerReport(layouts=({"slab": True},)))
+    assert engine.manager.layouts_known
+    name = engine.spaces.name(None)
+    engine.manager.note_report(WorkerReport(layouts=({"slab": False},)))
+    assert engine.spaces.name(None) == name
+    engine.ask(request)
+    assert engine.prober.questions[0].space == name
+
+
+def test_config_json_is_written_once_for_each_namespace_and_not_in_the_step(tmp_path: Path):
+    engine = Engine(tmp_path)
+    for name in ("a", "b"):
+        engine.ask(engine.admit(name, keys(1)))
+    assert len(engine.prober.jobs) == 1
+    assert list(tmp_path.iterdir()) == []
+    engine.prober.jobs[0]()
+    assert (tmp_path / engine.spaces.name(None) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[]"])
+def test_a_config_json_that_cannot_be_read_costs_a_warning_only(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+):
+    engine = Engine(tmp_path)
+    folder = tmp_path / engine.spaces.name(None)
+    folder.mkdir()
+    (folder / "config.json").write_text(content)
+    engine.ask(engine.admit("a", keys(1)))
+    engine.prober.jobs[0]()
+    assert "could not write config.json" in caplog.text
+
+
+def test_a_read_only_root_costs_a_warning_only(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    engine = Engine(tmp_path / "gone")
+    engine.ask(engine.admit("a", keys(1)))
+    engine.prober.jobs[0]()
+    assert "could not write config.json" in caplog.text
+
+
+def test_a_reset_changes_the_namespace_and_forgets_everything():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    found(engine, request, 2)
+    engine.store(engine.admit("b", keys(2, chain=1)))
+    engine.fail_load(request, {request.keys[1]: "io"})
+    waiting = engine.admit("c", keys(2, chain=2))
+    engine.ask(waiting)
+    before = engine.spaces.name(None)
+    engine.manager.reset_cache()
+    assert engine.spaces.name(None) != before
+    assert engine.ask(request) == [RETRY, RETRY]
+    assert engine.manager._index.storing == 0
+    engine.prober.reply(2)
+    assert engine.ask(waiting) == [RETRY, RETRY], "an answer about the old namespace counts no more"
+    assert {question.space for question in engine.prober.questions} == {engine.spaces.name(None)}
+
+
+def test_what_failed_or_ended_in_the_old_namespace_says_nothing_about_the_new_one():
+    engine = Engine()
+    request = engine.admit("a", keys(2))
+    found(engine, request, 2)
+    old = engine.spaces.name(None)
+    engine.manager.reset_cache()
+    faults = {request.keys[0]: "io"}
+    engine.manager.note_report(WorkerReport(failed_loads={1: Failures(old, faults)}))
+    engine.manager.note_report(WorkerReport(failed_stores={2: Failures(old, faults)}))
+    assert engine.ask(request) == [RETRY, RETRY]
+
+
+def lora(path: Path | str, number: int = 1, **more: Any) -> Any:
+    return SimpleNamespace(lora_name="same", lora_path=str(path), lora_int_id=number, **more)
+
+
+def adapter(tmp_path: Path, weights: bytes) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def run_jobs(engine: Engine) -> None:
+    while engine.prober.jobs:
+        engine.prober.jobs.pop(0)()
+
+
+def test_an_adapter_is_identified_off_the_step_and_its_requests_wait_for_that(tmp_path: Path):
+    engine = Engine(tmp_path)
+    request = engine.admit("a", keys(1), lora=lora(adapter(tmp_path, b"one")))
+    assert engine.ask(request) == [RETRY]
+    assert engine.prober.questions == []
+    run_jobs(engine)
+    assert engine.ask(request) == [RETRY]
+    assert engine.prober.questions[0].space != engine.spaces.name(None)
+
+
+def test_an_adapter_of_the_same_name_and_path_with_other_weights_has_another_namespace(tmp_path: Path):
+    spaces = []
+    for number, weights in enumerate((b"one", b"two", b"one")):
+        engine = Engine(tmp_path)
+        request = engine.admit("a", keys(1), lora=lora(adapter(tmp_path, weights), number=number))
+        run_jobs(engine)
+        engine.ask(request)
+        spaces.append(engine.prober.questions[0].space)
+    assert spaces[0] == spaces[2] != spaces[1]
+
+
+def test_an_adapter_loaded_anew_in_place_is_identified_anew(tmp_path: Path):
+    engine, spaces = Engine(tmp_path), []
+    for name, weights in (("a", b"one"), ("b", b"two")):
+        request = engine.admit(name, keys(1), lora=lora(adapter(tmp_path, weights), load_inplace=True))
+        run_jobs(engine)
+        engine.ask(request)
+        spaces.append(engine.prober.questions.pop().space)
+    assert spaces[0] != spaces[1]
+
+
+@pytest.mark.parametrize("path", ["gone", "no/such/hub/name/at/all"])
+def test_requests_of_an_adapter_that_cannot_be_read_miss_at_once_and_are_not_stored(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    engine = Engine(tmp_path)
+    target = tmp_path / path if path == "gone" else path
+    request = engine.admit("a", keys(1), lora=lora(target))
+    run_jobs(engine)
+    assert "its requests are not cached" in caplog.text
+    assert engine.ask(request) == [MISS]
+    assert engine.store(request) == []
+    assert engine.prober.questions == []
+
+
+def test_an_adapter_that_could_not_be_read_is_tried_again_with_its_next_request(tmp_path: Path):
+    engine = Engine(tmp_path)
+    engine.admit("a", keys(1), lora=lora(tmp_path / "adapter"))
+    run_jobs(engine)
+    adapter(tmp_path, b"one")
+    request = engine.admit("b", keys(1), lora=lora(tmp_path / "adapter"))
+    run_jobs(engine)
+    assert engine.ask(request) == [RETRY]
+    assert len(engine.prober.questions) == 1
+
+
+# ---- counting
+
+
+@pytest.mark.parametrize(
+    ("loaded", "local", "result"),
+    [(4, 0, "hit"), (2, 0, "partial"), (0, 0, "miss"), (0, 4, "miss"), (2, 2, "hit")],
+)
+def test_an_admitted_request_is_counted_once_with_what_it_got(loaded: int, local: int, result: str):
+    engine = Engine()
+    request = engine.admit("a", keys(4))
+    engine.manager.begin_lookup("a", local * TOKENS)
+    engine.manager.end_lookup("a", loaded * TOKENS)
+    for _ in range(2):
+        # vLLM calls it twice for asynchronous loads
+        engine.manager.allocated(request.request, loaded * TOKENS)
+    assert engine.counted(metrics.LOOKUPS, result) == 1
+    assert engine.counted(metrics.HIT_TOKENS, "disk") == loaded * TOKENS
+    assert engine.counted(metrics.MISSED_TOKENS) == 4 * TOKENS + 1 - (loaded + local) * TOKENS
+
+
+def test_counters_without_labels_are_exported_from_the_start_and_reported_once():
+    engine = Engine()
+    first = engine.manager.get_stats().data["data"]
+    assert first[metrics.LOAD_BYTES.name] == {(): 0}
+    assert engine.manager.get_stats() is None
+    report = WorkerReport()
+    report.samples.add(metrics.LOAD_BYTES, 10)
+    engine.manager.note_report(report)
+    engine.manager.note_report(report)
+    assert engine.manager.get_stats().data["data"] == {metrics.LOAD_BYTES.name: {(): 20}}
+
+
+def test_the_rest_of_the_interface_answers_in_vllms_terms():
+    engine = Engine()
+    engine.manager.complete_load(set(keys(1)), SimpleNamespace(req_id="a"))
+    engine.manager.on_reset_flushed()
+    assert engine.manager.config_info() == [{}]
+    engine.manager.begin_lookup("unknown", 0)
+    engine.manager.end_lookup("unknown", None)
+    engine.manager.allocated(SimpleNamespace(request_id="unknown"), 0)
+    assert not type(engine.manager).__abstractmethods__
+    engine.manager.shutdown()
+    assert engine.prober.ended
+
+
+# ---- the scheduler's step and the file system
+
+
+class SlowDisk:
+    """An lstat of 5 ms that notes who asked; the first ``present`` blocks exist."""
+
+    def __init__(self, present: int) -> None:
+        self.present, self.calls, self.threads = present, 0, set()
+
+    def __call__(self, path: str) -> os.stat_result:
+        self.calls += 1
+        self.threads.add(threading.get_ident())
+        time.sleep(0.005)
+        number = int(os.path.basename(path).removesuffix(".bin")[-8:], 16)
+        if number >= self.present:
+            raise FileNotFoundError(errno.ENOENT, "absent", path)
+        return os.stat_result((stat.S_IFREG | 0o644,) + (0,) * 9)
+
+
+@pytest.mark.parametrize("present", [0, 1, 2_900, 4_095, 4_096])
+def test_a_step_with_4096_blocks_asks_the_file_system_nothing_and_the_answer_needs_few_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: int
+):
+    here, forbidden = threading.get_ident(), []
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            if threading.get_ident() == here:
+                forbidden.append(name)
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    disk = SlowDisk(present)
+    engine = Engine(tmp_path, prober=Prober(lstat=disk), lookup_deadline_s=60)
+    request = engine.admit("a", keys(4_096))
+    for name in (
+        "stat",
+        "lstat",
+        "open",
+        "mkdir",
+        "scandir",
+        "listdir",
+        "access",
+        "readlink",
+        "link",
+        "unlink",
+    ):
+        watch(os, name)
+    watch(module, "write_config")
+    monkeypatch.setattr("builtins.open", lambda *args, **named: forbidden.append("open") or 1 / 0)
+
+    results = engine.ask(request)
+    assert results == [RETRY] * 4_096
+    for _ in range(2_000):
+        results = engine.ask(request)
+        if results[0] is not RETRY:
+            break
+        time.sleep(0.01)
+    monkeypatch.undo()
+
+    assert results == [HIT] * present + [MISS] * (present < 4_096)
+    assert here not in disk.threads
+    assert forbidden == []
+    # 5 ms each, one after the other: within 0.2 s
+    assert disk.calls <= 2 * math.log2(4_096) + 2
+    engine.manager.shutdown()
+
+
+def test_a_hung_file_system_holds_up_no_step_and_the_request_computes_at_its_deadline(tmp_path: Path):
+    release = threading.Event()
+
+    def lstat(path: str) -> os.stat_result:
+        release.wait(30)
+        raise OSError(errno.EIO, "gone", path)
+
+    engine = Engine(tmp_path, prober=Prober(threads=1, lstat=lstat), lookup_deadline_s=1)
+    request = engine.admit("a", keys(3))
+    assert engine.ask(request) == [RETRY] * 3
+    engine.now += 1
+    assert engine.ask(request) == [MISS]
+    release.set()
+    engine.manager.shutdown()

@@ -1,0 +1,514 @@
+"""Everything that makes blocks of equal hash differ is in the name; nothing else changes it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace as N
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the namespace reads vLLM's configuration through vllm_api")
+
+import torch
+
+from py_kvcache import namespace, vllm_api
+from py_kvcache.layout import parse_namespace_dir
+from py_kvcache.namespace import (
+    Spaces,
+    adapter_identity,
+    engine_facts,
+    model_identity,
+    tensor_marks,
+    weights_mark,
+)
+
+LAYOUT: dict[str, Any] = {
+    "slab": False,
+    "tensors": [[[-1, 2, 16, 64], [0, 1, 2, 3], "torch.bfloat16", "cpu"]],
+}
+
+HEADER = {"w": {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}}
+
+
+class FullAttentionSpec:
+    """Known to vllm_api by the name of its class, like vLLM's own."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    """The same for MLA."""
+
+
+class HfConfig:
+    """What transformers' configuration gives us."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
+def shard(folder: Path, name: str, header: dict[str, Any], data: bytes = b"\0" * 64) -> Path:
+    text = json.dumps(header).encode()
+    path = folder / name
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    os.utime(path, ns=(1_700_000_000_000_000_000,) * 2)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    shard(path, "model.safetensors", HEADER)
+    return path
+
+
+class Engine:
+    """A configuration whose fields tests change one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.block_tokens = 256
+        self.layouts: list[Any] = [copy.deepcopy(LAYOUT)]
+        self.adapter: str | None = None
+        self.folder = folder
+        model = N(
+            model=str(folder), revision=None, seed=0, hf_config=HfConfig(rope_theta=1e4, hidden_size=64),
+            hf_overrides={}, quantization=None, dtype=torch.bfloat16, use_mla=False,
+            get_total_num_kv_heads=lambda: 8,
+        )  # fmt: skip
+        self.config = N(
+            model_config=model,
+            cache_config=N(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor", kv_cache_layout="HND"),
+            parallel_config=N(tensor_parallel_size=2, pipeline_parallel_size=1),
+            load_config=N(load_format="auto", model_loader_extra_config={}),
+            speculative_config=None,
+            lora_config=None,
+        )
+        self.kv = N(kv_cache_groups=[N(kv_cache_spec=FullAttentionSpec(16), layer_names=["l.0", "l.1"])])
+
+    def facts(self) -> dict[str, Any]:
+        return engine_facts(self.config, self.kv, self.block_tokens)
+
+    def name(self) -> str:
+        spaces = Spaces(self.facts())
+        spaces.set_layouts(self.layouts)
+        return spaces.name(self.adapter)
+
+
+@pytest.fixture
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    return Engine(folder)
+
+
+def set_model(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: engine.config.model_config.__dict__.update(values)
+
+
+def set_cache(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: engine.config.cache_config.__dict__.update(values)
+
+
+def set_parallel(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: engine.config.parallel_config.__dict__.update(values)
+
+
+def set_hf(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: engine.config.model_config.hf_config.values.update(values)
+
+
+def set_spec(**values: Any) -> Callable[[Engine], None]:
+    spec = {"method": "eagle", "model": "draft", "revision": None, "num_speculative_tokens": 3, **values}
+    return lambda engine: setattr(engine.config, "speculative_config", N(**spec))
+
+
+def set_layout(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: engine.layouts[0].update(values)
+
+
+def set_group(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: engine.kv.kv_cache_groups[0].__dict__.update(values)
+
+
+def grow(engine: Engine) -> None:
+    path = engine.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0")
+    os.utime(path, ns=(1_700_000_000_000_000_000,) * 2)
+
+
+def touch(engine: Engine) -> None:
+    os.utime(engine.folder / "model.safetensors", ns=(1_700_000_000_000_000_001,) * 2)
+
+
+def other_header(engine: Engine) -> None:
+    shard(engine.folder, "model.safetensors", {"v": HEADER["w"]})
+
+
+def second_shard(engine: Engine) -> None:
+    shard(engine.folder, "more.safetensors", {})
+
+
+def other_index(engine: Engine) -> None:
+    (engine.folder / "model.safetensors.index.json").write_text("{}")
+
+
+DIFFERENT: dict[str, Callable[[Engine], None]] = {
+    "dtype": set_model(dtype=torch.float16),
+    "kv dtype": set_cache(cache_dtype="fp8"),
+    "layers skipped by the kv dtype": set_cache(kv_cache_dtype_skip_layers=["0"]),
+    "layout string": set_cache(kv_cache_layout="LBHNC"),
+    "order of the tensors' dimensions": set_layout(
+        tensors=[[[-1, 2, 16, 64], [0, 2, 1, 3], "torch.bfloat16", "cpu"]]
+    ),
+    "slab instead of per layer": set_layout(slab=True),
+    "attention backend": set_layout(backends=["FLASH_ATTN"]),
+    "instruction set": set_layout(cpu=["x86_64", "amx_bf16"]),
+    "a rank with another layout": lambda engine: engine.layouts.append({"slab": True}),
+    "tensor parallelism": set_parallel(tensor_parallel_size=4),
+    "pipeline parallelism": set_parallel(pipeline_parallel_size=2),
+    "number of KV heads": set_model(get_total_num_kv_heads=lambda: 1),
+    "MLA": set_model(use_mla=True),
+    "block_tokens": lambda engine: setattr(engine, "block_tokens", 128),
+    "engine's block size": set_group(kv_cache_spec=FullAttentionSpec(32)),
+    "kind of attention": set_group(kv_cache_spec=MLAAttentionSpec(16)),
+    "layers of the group": set_group(layer_names=["l.0"]),
+    "prefix hash": set_cache(prefix_caching_hash_algo="sha256"),
+    "quantization": set_model(quantization="awq"),
+    "quantization config": set_model(quantization_config={"bits": 4}),
+    "hf_overrides": set_model(hf_overrides={"rope_theta": 5e5}),
+    "RoPE in the model's configuration": set_hf(rope_theta=5e5),
+    "load format": lambda engine: setattr(engine.config.load_config, "load_format", "dummy"),
+    "loader's options": lambda engine: setattr(
+        engine.config.load_config, "model_loader_extra_config", {"a": 1}
+    ),
+    "size of the weights": grow,
+    "mtime of the weights": touch,
+    "header of the weights": other_header,
+    "one shard more": second_shard,
+    "index of the shards": other_index,
+    "speculation": set_spec(),
+    "draft model": set_spec(model="other"),
+    "draft length": set_spec(num_speculative_tokens=4),
+    "speculative method": set_spec(method="mtp"),
+    "LoRA switched on": lambda engine: setattr(engine.config, "lora_config", N()),
+    "adapter": lambda engine: setattr(engine, "adapter", "0123"),
+}
+
+
+@pytest.mark.parametrize("what", list(DIFFERENT))
+def test_a_change_of_any_of_these_changes_the_name(engine: Engine, what: str):
+    before = engine.name()
+    DIFFERENT[what](engine)
+    assert engine.name() != before
+
+
+def test_the_changes_above_all_differ_from_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    names = {}
+    for what, change in DIFFERENT.items():
+        shutil.rmtree(folder)
+        folder.mkdir()
+        shard(folder, "model.safetensors", HEADER)
+        engine = Engine(folder)
+        change(engine)
+        names[engine.name()] = what
+    assert len(names) == len(DIFFERENT)
+
+
+@pytest.mark.parametrize(("what", "change"), [
+    ("the number of blocks", lambda engine: None),
+    ("transformers' version", set_hf(transformers_version="9")),
+    ("how the dtype is spelled in the model's file", set_hf(torch_dtype="float32", dtype="float32")),
+    ("where the configuration was read", set_hf(_name_or_path="/elsewhere")),
+    ("a file that is no weights", lambda engine: (engine.folder / "README.md").write_text("hello")),
+    ("the order of layer names", set_group(layer_names=["l.1", "l.0"])),
+    ("a second rank with the same layout", lambda engine: engine.layouts.append(copy.deepcopy(LAYOUT))),
+])  # fmt: skip
+def test_what_changes_no_byte_changes_no_name(engine: Engine, what: str, change: Callable[[Engine], Any]):
+    before = engine.name()
+    change(engine)
+    assert engine.name() == before, what
+
+
+def test_the_order_in_which_ranks_describe_themselves_does_not_matter(engine: Engine):
+    engine.layouts.append({"slab": True})
+    before = engine.name()
+    engine.layouts.reverse()
+    assert engine.name() == before
+
+
+def test_the_seed_of_the_prefix_hash_is_in_the_name(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    names = {engine.name()}
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        names.add(engine.name())
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "differs"),
+    [("sha256", True), ("xxhash", True), ("builtin", True), ("sha256_cbor", False), ("xxhash_cbor", False)],
+)
+def test_pythons_version_counts_for_hashes_of_pickles_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, algorithm: str, differs: bool
+):
+    set_cache(prefix_caching_hash_algo=algorithm)(engine)
+    before = engine.name()
+    monkeypatch.setattr(vllm_api, "sys", N(version_info=N(major=3, minor=99)))
+    assert (engine.name() != before) is differs
+
+
+def test_vllms_minor_version_counts_and_its_patch_does_not(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    names = []
+    for text in ("0.32.0", "0.32.1", "0.33.0"):
+        monkeypatch.setattr(vllm_api.vllm, "__version__", text)
+        names.append(engine.name())
+    assert names[0] == names[1] != names[2]
+
+
+def test_two_processes_find_the_same_name(engine: Engine, run_python, tmp_path: Path):
+    code = f"""
+from types import SimpleNamespace as N
+from py_kvcache.namespace import Spaces, engine_facts
+class FullAttentionSpec:
+    block_size = 16
+class Hf:
+    def to_dict(self): return {{"b": {{"y", "x"}} and 1, "a": [1, None], "id2label": {{1: "x", 0: "y"}}}}
+config = N(
+    model_config=N(model={str(engine.folder)!r}, revision=None, seed=0, hf_config=Hf(), hf_overrides={{}},
+                   quantization=None, dtype="bf16", use_mla=False, get_total_num_kv_heads=lambda: 8),
+    cache_config=N(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+    parallel_config=N(tensor_parallel_size=1, pipeline_parallel_size=1),
+    load_config=N(load_format="auto"), speculative_config=None, lora_config=None)
+kv = N(kv_cache_groups=[N(kv_cache_spec=FullAttentionSpec(), layer_names=list({{"l.0", "l.1", "l.2"}}))])
+spaces = Spaces(engine_facts(config, kv, 256))
+spaces.set_layouts([{{"b": 1, "a": 2}}])
+print(spaces.name(None))
+"""
+    assert "PYTHONHASHSEED" not in os.environ
+    first, second = run_python(code), run_python(code)
+    assert first == second
+    assert parse_namespace_dir(first.strip()) is not None
+
+
+def test_the_name_begins_with_the_models_own(engine: Engine):
+    assert re.fullmatch(r"model_[0-9a-f]{16}", engine.name())
+    assert re.fullmatch(r"Llama-3.2-3B_[0-9a-f]{16}", _named("meta-llama/Llama-3.2-3B"))
+    assert re.fullmatch(r"m_[0-9a-f]{16}", _named("/models/m///"))
+    assert re.fullmatch(r"model_[0-9a-f]{16}", _named("/"))
+
+
+def _named(model: str) -> str:
+    spaces = Spaces({"model": model})
+    spaces.set_layouts([])
+    return spaces.name(None)
+
+
+def test_every_epoch_has_names_of_its_own(engine: Engine):
+    spaces = Spaces(engine.facts())
+    spaces.set_layouts(engine.layouts)
+    names = {spaces.name(None), spaces.name("adapter")}
+    for _ in range(3):
+        spaces.new_epoch()
+        assert spaces.known
+        names |= {spaces.name(None), spaces.name("adapter")}
+    assert len(names) == 8
+
+
+def test_no_name_is_given_before_the_layouts_are_known(engine: Engine):
+    spaces = Spaces(engine.facts())
+    assert not spaces.known
+    with pytest.raises(AssertionError, match="before the workers described"):
+        spaces.name(None)
+
+
+def test_the_facts_can_be_written_as_json_and_say_what_the_namespace_holds(engine: Engine):
+    spaces = Spaces(engine.facts())
+    spaces.set_layouts(engine.layouts)
+    fields = json.loads(json.dumps(spaces.fields("adapter")))
+    assert fields["model"] == str(engine.folder)
+    assert fields["block_tokens"] == 256
+    assert fields["prefix_hash"] == {"algorithm": "sha256_cbor", "seed": "vllm-default"}
+    assert fields["adapter"] == "adapter"
+
+
+# ---- weights
+
+
+def test_dummy_weights_are_told_apart_by_their_seed(engine: Engine):
+    engine.config.load_config.load_format = N(value="dummy")
+    before = engine.name()
+    engine.config.model_config.seed = 1
+    assert engine.name() != before
+
+
+def test_weights_without_a_header_are_known_by_their_first_mebibyte(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a" * 2_000_000)
+    os.utime(path, ns=(1, 1))
+    before = weights_mark(str(path))
+    path.write_bytes(b"b" + b"a" * 1_999_999)
+    os.utime(path, ns=(1, 1))
+    assert weights_mark(str(path)) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\xff" * 20, b"abc"])
+def test_a_broken_safetensors_file_has_a_mark_too(tmp_path: Path, content: bytes):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    assert weights_mark(str(tmp_path))[0][:2] == ["model.safetensors", len(content)]
+
+
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, commit: str, file: str) -> None:
+    """A hub cache in which ``main`` of the repository is this commit."""
+    from huggingface_hub import constants, file_download
+
+    cache = tmp_path / "hub"
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+    (repo / "snapshots" / commit / file).write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(cache), raising=False)
+
+
+@pytest.mark.parametrize("file", ["config.json", "params.json"])
+def test_a_hub_model_is_known_by_the_commit_that_is_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+):
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path, monkeypatch, "org/name", commit, file)
+        found.append(model_identity("org/name", None, "auto", 0))
+    assert found == [{"model": "org/name", "commit": commit} for commit in ("a" * 40, "b" * 40)]
+
+
+def test_a_revision_chooses_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path, monkeypatch, "org/name", commit, "config.json")
+    assert model_identity("org/name", "a" * 40, "auto", 0)["commit"] == "a" * 40
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_text('{"r": 8}')
+    (path / "adapter_model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def test_an_adapter_is_known_by_its_content_alone(adapter: Path, tmp_path: Path):
+    before = adapter_identity(str(adapter))
+    os.utime(adapter / "adapter_model.safetensors", ns=(5, 5))
+    (adapter / "README.md").write_text("words")
+    assert adapter_identity(str(adapter)) == before
+    adapter.rename(tmp_path / "elsewhere")
+    assert adapter_identity(str(tmp_path / "elsewhere")) == before
+
+
+@pytest.mark.parametrize(("file", "content"), [("adapter_model.safetensors", b"weightz"),
+                                               ("adapter_config.json", b'{"r": 9}')])  # fmt: skip
+def test_other_weights_or_settings_make_another_adapter(adapter: Path, file: str, content: bytes):
+    before = adapter_identity(str(adapter))
+    (adapter / file).write_bytes(content)
+    assert adapter_identity(str(adapter)) != before
+
+
+def test_a_large_adapter_is_known_by_size_mtime_and_header(adapter: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(namespace, "_SMALL_FILE", 4)
+    before = adapter_identity(str(adapter))
+    os.utime(adapter / "adapter_model.safetensors", ns=(5, 5))
+    assert adapter_identity(str(adapter)) != before
+
+
+def test_a_hub_adapter_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = set()
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path, monkeypatch, "org/adapter", commit, "adapter_config.json")
+        found.add(adapter_identity("org/adapter"))
+    assert len(found) == 2
+
+
+def test_an_adapter_of_which_nothing_is_known_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "adapter_config.json")
+    with pytest.raises(OSError, match="org/adapter"):
+        adapter_identity("org/adapter")
+
+
+# ---- tensors
+
+
+def marks(tensor: torch.Tensor, blocks: int) -> Any:
+    return tensor_marks({"layer": tensor}, blocks)
+
+
+def test_the_size_of_the_pool_is_not_in_the_marks_of_tensors():
+    assert marks(torch.zeros(2, 100, 16, 8), 100) == marks(torch.zeros(2, 333, 16, 8), 333)
+    assert marks(torch.zeros(100, 2, 16, 8), 100) == marks(torch.zeros(333, 2, 16, 8), 333)
+
+
+def test_it_is_not_in_them_when_the_backend_cuts_blocks_into_smaller_ones():
+    assert marks(torch.zeros(400, 16, 8), 100) == marks(torch.zeros(1332, 16, 8), 333)
+    assert marks(torch.zeros(400, 16, 8), 100) != marks(torch.zeros(200, 16, 8), 100)
+
+
+def test_a_dimension_that_happens_to_be_as_large_as_the_pool_stays():
+    assert marks(torch.zeros(64, 16, 64), 64) != marks(torch.zeros(64, 16, 128), 64)
+    assert marks(torch.zeros(64, 16, 64), 64) == marks(torch.zeros(65, 16, 64), 65)
+
+
+@pytest.mark.parametrize("other", [
+    torch.zeros(2, 100, 32, 8),
+    torch.zeros(2, 100, 16, 8, dtype=torch.float16),
+    torch.zeros(2, 100, 8, 16).transpose(2, 3),
+    torch.zeros(100, 2, 16, 8).transpose(0, 1),
+])  # fmt: skip
+def test_shape_type_and_order_of_dimensions_are_in_the_marks(other: torch.Tensor):
+    assert marks(other, 100) != marks(torch.zeros(2, 100, 16, 8), 100)
+
+
+def test_equal_tensors_count_once_and_different_ones_do_not_depend_on_order():
+    first, second = torch.zeros(10, 4), torch.zeros(10, 8)
+    assert tensor_marks({"a": first, "b": first}, 10) == tensor_marks({"a": [first, first]}, 10)
+    assert tensor_marks({"a": first, "b": second}, 10) == tensor_marks({"a": second, "b": first}, 10)
+    assert len(tensor_marks({"a": first, "b": second}, 10)) == 2
+
+
+def test_marks_survive_json_on_their_way_to_the_scheduler():
+    found = marks(torch.zeros(2, 100, 16, 8), 100)
+    first, second = Spaces({"model": "m"}), Spaces({"model": "m"})
+    first.set_layouts([{"tensors": found}])
+    second.set_layouts([json.loads(json.dumps({"tensors": found}))])
+    assert first.name(None) == second.name(None)
+
+
+def test_the_backends_are_named_once_each():
+    def layer(name: str) -> Any:
+        return N(get_attn_backend=lambda: N(get_name=lambda: name))
+
+    context = {"a": layer("CPU"), "b": layer("CPU"), "c": layer("MLA"), "d": N()}
+    assert namespace.backend_names(N(compilation_config=N(static_forward_context=context))) == ["CPU", "MLA"]
+    assert namespace.backend_names(N(compilation_config=N())) == []
+
+
+def test_the_machine_is_named_with_the_instruction_sets_that_matter():
+    found = namespace.cpu_marks()
+    assert found[0] == os.uname().machine
+    assert found == namespace.cpu_marks()

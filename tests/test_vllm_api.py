@@ -1,0 +1,353 @@
+"""The adapter to vLLM: one sentence for each thing that we do not serve, and each version switch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as N
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm_api is the adapter to vLLM")
+
+from py_kvcache import metrics, vllm_api
+from py_kvcache.errors import UnsupportedError
+from py_kvcache.vllm_api import unsupported_reason
+
+
+class FullAttentionSpec:
+    """Known by the name of its class, like vLLM's own."""
+
+    non_causal = False
+
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = block_size
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+class UniformTypeKVCacheSpecs:
+    """vLLM's wrapper: layers of one block size and different page sizes."""
+
+    def __init__(self, **members: Any) -> None:
+        self.kv_cache_specs = members
+        self.block_size = 16
+
+
+def kv(*specs: Any) -> Any:
+    return N(kv_cache_groups=[N(kv_cache_spec=spec, layer_names=["l"]) for spec in specs])
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("VLLM_SERVER_DEV_MODE", "PYTHONHASHSEED"):
+        monkeypatch.delenv(name, raising=False)
+    at(monkeypatch, "0.32.0")
+    return N(
+        kv_transfer_config=N(kv_role="kv_both", kv_connector_extra_config={}, kv_load_failure_policy="fail"),
+        parallel_config=N(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=N(prefix_caching_hash_algo="sha256"),
+        model_config=N(use_mla=False, get_total_num_kv_heads=lambda: 8),
+    )
+
+
+def at(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm_api.vllm, "__version__", version)
+
+
+def reason(config: Any, caches: Any = None, block_tokens: int = 256) -> str | None:
+    return unsupported_reason(config, kv(FullAttentionSpec()) if caches is None else caches, block_tokens)
+
+
+# ---- what we serve
+
+
+@pytest.mark.parametrize("caches", [
+    kv(FullAttentionSpec()),
+    kv(MLAAttentionSpec(64)),
+    kv(UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=MLAAttentionSpec())),
+])  # fmt: skip
+def test_full_attention_mla_and_uniform_groups_are_served(config: Any, caches: Any):
+    assert reason(config, caches) is None
+
+
+@pytest.mark.parametrize(
+    "version", ["0.26.0", "0.27.1", "0.30.0rc1", "0.33.0", "0.33.1.dev5+gabc", "0.32.0+cpu"]
+)
+def test_versions_from_026_to_033_are_served(config: Any, monkeypatch: pytest.MonkeyPatch, version: str):
+    at(monkeypatch, version)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert reason(config) is None
+
+
+# ---- one sentence each
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0", "dev", "", "0"])
+def test_another_version_is_named(config: Any, monkeypatch: pytest.MonkeyPatch, version: str):
+    at(monkeypatch, version)
+    assert reason(config) == f"vLLM {version} is not supported; use 0.26 to 0.33"
+    with pytest.raises(UnsupportedError, match="install vllm>=0.26,<0.34"):
+        vllm_api.check_supported_version()
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_role_other_than_both_is_named(config: Any, role: str):
+    config.kv_transfer_config.kv_role = role
+    assert reason(config) == f'kv_role is \'{role}\'; py-kvcache needs "kv_role": "kv_both"'
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("pipeline_parallel_size", "pipeline parallelism"),
+    ("prefill_context_parallel_size", "prefill context parallelism"),
+    ("decode_context_parallel_size", "decode context parallelism"),
+])  # fmt: skip
+def test_parallelism_beyond_tensors_is_named(config: Any, name: str, words: str):
+    setattr(config.parallel_config, name, 2)
+    assert reason(config) == f"{words} ({name}=2) is not supported yet; set it to 1"
+
+
+def test_scales_made_at_run_time_are_named(config: Any):
+    config.cache_config.calculate_kv_scales = True
+    assert "calculate_kv_scales" in reason(config)
+    assert "turn it off" in reason(config)
+
+
+def test_weight_transfer_is_named(config: Any):
+    config.weight_transfer_config = N()
+    assert "weight transfer changes the weights" in reason(config)
+
+
+@pytest.mark.parametrize(("value", "served"), [("0", True), ("", True), ("1", False)])
+def test_dev_mode_is_named(config: Any, monkeypatch: pytest.MonkeyPatch, value: str, served: bool):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", value)
+    assert (reason(config) is None) is served
+    assert served or "VLLM_SERVER_DEV_MODE" in reason(config)
+
+
+@pytest.mark.parametrize("where", ["extra", "config"])
+def test_synchronous_loads_are_named(config: Any, where: str):
+    transfer = config.kv_transfer_config
+    transfer.sync_load_budget_bytes = 0
+    transfer.kv_connector_extra_config["sync_load_budget_bytes"] = 0
+    assert reason(config) is None
+    if where == "extra":
+        transfer.kv_connector_extra_config["sync_load_budget_bytes"] = 1
+    else:
+        transfer.sync_load_budget_bytes = 1
+    assert "sync_load_budget_bytes > 0 gives wrong text" in reason(config)
+
+
+def test_hybrid_models_are_named_with_their_groups(config: Any):
+    said = reason(config, kv(FullAttentionSpec(), SlidingWindowSpec()))
+    assert said == (
+        "models with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec) are not supported yet; "
+        "only full attention is"
+    )
+    assert "0 KV cache groups (none)" in reason(config, kv())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SlidingWindowSpec(), MambaSpec(), UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=SlidingWindowSpec())],
+)
+def test_other_kinds_of_cache_are_named(config: Any, spec: Any):
+    assert "is not supported yet; only full attention and MLA are" in reason(config, kv(spec))
+
+
+def test_attention_to_later_tokens_is_named(config: Any):
+    spec = FullAttentionSpec()
+    spec.non_causal = True
+    assert "non-causal attention" in reason(config, kv(spec))
+
+
+@pytest.mark.parametrize(("tokens", "block", "better"), [(256, 96, 288), (16, 32, 32), (100, 16, 112)])
+def test_a_block_that_does_not_fit_is_named_with_one_that_does(
+    config: Any, tokens: int, block: int, better: int
+):
+    said = reason(config, kv(FullAttentionSpec(block)), tokens)
+    assert said.endswith(f"set block_tokens to {better}")
+    assert reason(config, kv(FullAttentionSpec(block)), better) is None
+
+
+@pytest.mark.parametrize(("version", "algorithm", "seed", "served"), [
+    ("0.28.0", "sha256", None, False),
+    ("0.28.0", "sha256_cbor", None, False),
+    ("0.28.0", "sha256", "0", True),
+    ("0.29.0", "sha256", None, True),
+    ("0.33.0", "sha256_cbor", None, True),
+    ("0.33.0", "xxhash", None, False),
+    ("0.33.0", "xxhash_cbor", None, False),
+    ("0.33.0", "xxhash", "7", True),
+])  # fmt: skip
+def test_hashes_with_a_random_seed_are_refused_with_the_way_out(
+    config: Any, monkeypatch: pytest.MonkeyPatch, version: str, algorithm: str, seed: str | None, served: bool
+):
+    at(monkeypatch, version)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    said = reason(config)
+    assert (said is None) is served
+    assert served or "set PYTHONHASHSEED=0 in the environment of every engine" in said
+
+
+def test_our_idea_of_the_seed_is_vllms(monkeypatch: pytest.MonkeyPatch):
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    if not hasattr(utils, "resolve_none_hash_seed"):
+        pytest.skip("this vLLM has no fixed seed")
+    from vllm.utils.hashing import sha256, xxhash
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    resolve = utils.resolve_none_hash_seed
+    assert (resolve(sha256) == resolve(sha256)) is (vllm_api.hash_seed("sha256") is not None)
+    assert (resolve(xxhash) == resolve(xxhash)) is (vllm_api.hash_seed("xxhash") is not None)
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert resolve(sha256) == vllm_api.hash_seed("sha256") == "5"
+
+
+# ---- who holds what
+
+
+@pytest.mark.parametrize(("mla", "tp", "heads", "replicas"), [
+    (True, 8, 128, 8),
+    (True, 1, 1, 1),
+    (False, 2, 8, 1),
+    (False, 8, 8, 1),
+    (False, 16, 8, 2),
+    (False, 4, 1, 4),
+    (False, 1, 0, 1),
+])  # fmt: skip
+def test_ranks_that_hold_equal_bytes_are_counted(mla: bool, tp: int, heads: int, replicas: int):
+    config = N(
+        parallel_config=N(tensor_parallel_size=tp),
+        model_config=N(use_mla=mla, get_total_num_kv_heads=lambda: heads),
+    )
+    assert vllm_api.replication(config) == replicas
+
+
+# ---- failed loads become recomputes
+
+
+def test_the_failure_policy_is_set_where_the_scheduler_reads_it(config: Any):
+    vllm_api.choose_recompute(config, "recompute")
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    vllm_api.choose_recompute(config, "fail")
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_inside_a_multi_connector_the_outer_policy_is_set_too(config: Any):
+    class MultiConnector:
+        """Gives its parts copies of the configuration, as vLLM's does."""
+
+        def __init__(self, vllm_config: Any) -> None:
+            inner = N(kv_transfer_config=N(kv_load_failure_policy="fail"))
+            self.part = self.build(inner)
+
+        def build(self, config: Any) -> Any:
+            vllm_api.choose_recompute(config, "recompute")
+            return config
+
+    part = MultiConnector(config).part
+    assert part.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def scheduler(keys: list[bytes], stored: int, blocks: int = 0, per_chunk: int = 2) -> Any:
+    state = N(offload_keys=list(keys), next_stored_chunk_idx=stored, block_ids=list(range(blocks)))
+    return N(
+        _jobs={1: N(req_id="r")},
+        _req_status={"r": N(group_states=(state,))},
+        config=N(blocks_per_chunk=per_chunk),
+        state=state,
+    )
+
+
+KEYS = [bytes([n]) for n in range(6)]
+
+
+@pytest.mark.parametrize(("failed", "index", "given_back"), [
+    ({KEYS[2]: "io", KEYS[3]: "cancelled"}, 2, 3),
+    ({KEYS[3]: "io", KEYS[2]: "io"}, 2, 3),
+    ({KEYS[0]: "io"}, 0, 5),
+    ({KEYS[5]: "io"}, 5, 0),
+    ({b"other": "io"}, 5, 0),
+    ({}, 5, 0),
+])  # fmt: skip
+def test_what_is_computed_again_is_offered_for_storing_again(failed: Any, index: int, given_back: int):
+    stock = scheduler(KEYS, stored=5)
+    assert vllm_api.rewind_store(stock, 1, failed) == given_back
+    assert stock.state.next_stored_chunk_idx == index
+
+
+def test_a_job_or_request_that_is_gone_needs_no_rewind():
+    stock = scheduler(KEYS, stored=5)
+    assert vllm_api.rewind_store(stock, 99, {KEYS[0]: "io"}) == 0
+    stock._req_status.clear()
+    assert vllm_api.rewind_store(stock, 1, {KEYS[0]: "io"}) == 0
+    assert stock.state.next_stored_chunk_idx == 5
+
+
+def test_on_026_a_request_aborted_while_waiting_keeps_no_more_keys_than_it_has_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    at(monkeypatch, "0.26.0")
+    for blocks, kept in ((0, 0), (3, 1), (4, 2), (100, 6)):
+        stock = scheduler(KEYS, stored=0, blocks=blocks)
+        vllm_api.trim_finished(stock, "r")
+        assert stock.state.offload_keys == KEYS[:kept]
+    vllm_api.trim_finished(stock, "nobody")
+
+
+def test_from_027_on_vllm_does_that_itself(monkeypatch: pytest.MonkeyPatch):
+    at(monkeypatch, "0.27.0")
+    stock = scheduler(KEYS, stored=0)
+    vllm_api.trim_finished(stock, "r")
+    assert stock.state.offload_keys == KEYS
+
+
+# ---- metrics
+
+
+def test_every_metric_is_declared_to_vllm_with_kind_help_and_labels():
+    found = vllm_api.metric_definitions()
+    assert set(found) == {metric.name for metric in metrics.ALL}
+    for metric in metrics.ALL:
+        declared = found[metric.name]
+        assert (declared.documentation, declared.labelnames) == (metric.help, metric.labels)
+        counter = isinstance(declared, vllm_api.OffloadingCounterMetadata)
+        assert counter is (metric.kind is metrics.Kind.COUNTER)
+
+
+def test_samples_become_vllms_stats_and_several_steps_add_up():
+    samples = metrics.Samples()
+    samples.add(metrics.LOOKUPS, 2, "hit")
+    samples.add(metrics.LOAD_BYTES, 5)
+    samples.set(metrics.STAGING_SLOTS, 3, "free")
+    total = vllm_api.to_stats(samples).aggregate(vllm_api.to_stats(samples))
+    assert total.data["data"] == {
+        metrics.LOOKUPS.name: {("hit",): 4},
+        metrics.LOAD_BYTES.name: {(): 10},
+        metrics.STAGING_SLOTS.name: {("free",): 3},
+    }
+    assert total.data["types"][metrics.STAGING_SLOTS.name] == "gauge"
+    assert total.data["types"][metrics.LOOKUPS.name] == "counter"
+
+
+def test_the_source_of_hits_is_one_that_vllm_knows():
+    pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="comes with 0.32")
+    assert vllm_api.storage_hit_source().name == "DISK"
+
+
+def test_an_extra_config_is_the_users_own_dictionary(config: Any):
+    vllm_api.extra_config(config)["new"] = 1
+    assert config.kv_transfer_config.kv_connector_extra_config == {"new": 1}
