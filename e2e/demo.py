@@ -65,6 +65,7 @@ class Progress:
         self._console.print(
             f"{head} {what}: [bold]{told or 'done'}[/] [dim]({time.monotonic() - began:.1f} s)[/]",
             highlight=False,
+            soft_wrap=True,
         )
         return value
 
@@ -282,10 +283,10 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def fail(console: Console, sentence: str, demo: Demo | None) -> int:
-    """Say what went wrong, with the end of the last server's log."""
+    """Say what went wrong, with what the last server's log says."""
     if demo is not None and demo.server is not None and demo.server.log.exists():
-        console.print(f"\n[dim]--- end of {escape(str(demo.server.log))}[/]", highlight=False, soft_wrap=True)
-        console.print(escape(demo.server.log_tail()), highlight=False, soft_wrap=True)
+        console.print(f"\n[dim]--- from {escape(str(demo.server.log))}[/]", highlight=False, soft_wrap=True)
+        console.print(escape(demo.server.log_excerpt()), highlight=False, soft_wrap=True)
         console.print("[dim]---[/]")
     console.print(f"[bold red]demo failed:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
     return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,9 +22,11 @@ from typing import Any
 SERVED_NAME = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 8192
 READY_TIMEOUT_S = 240.0
-SHUTDOWN_TIMEOUT_S = 20
 STOP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 300.0
+
+
+_TELLING = re.compile(r"py-kvcache: |Traceback|ERROR|Error:")
 
 
 class ServerError(Exception):
@@ -84,8 +87,6 @@ class Server:
             # prefix cache as well; equal text can be asked of float32 only.
             *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8"),
             "--enforce-eager",
-            # By default vLLM kills its engine at SIGTERM, and with it what is being stored.
-            *("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)),
             *(("--kv-transfer-config", transfer) if transfer else ()),
             *arguments,
         ]
@@ -218,9 +219,14 @@ class Server:
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
-    def log_tail(self, lines: int = 40) -> str:
-        """The end of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def log_excerpt(self, lines: int = 25, width: int = 300) -> str:
+        """What the log says of py-kvcache and of errors, then its end; long lines are cut."""
+        log = [line[:width] for line in self.log.read_text(errors="replace").splitlines()]
+        telling = [n for n, line in enumerate(log) if _TELLING.search(line)][-lines:]
+        # An exception's message stands below its Traceback line.
+        shown = sorted({k for n in telling for k in range(n, n + (lines if "Traceback" in log[n] else 1))})
+        picked = sorted({*shown, *range(len(log) - lines, len(log))})
+        return "\n".join(log[n] for n in picked if 0 <= n < len(log))
 
 
 def _events(stream: Iterator[bytes]) -> Iterator[dict[str, Any]]:

@@ -8,8 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-import demo
 import pytest
+
+import demo
 from report import Asked, Outcome
 from server import Answer, Server, ServerError, transfer_config
 
@@ -44,8 +45,8 @@ def test_a_missed_hit_and_another_text_fail_the_demo(warm, sentence):
 def test_the_json_has_the_keys_that_scripts_rely_on():
     written = json.loads(json.dumps(outcome(asked(from_files=2816, loaded=5)).as_json()))
     promised = {
-        "ttft_no_cache_s", "ttft_cold_s", "ttft_warm_s", "hit_tokens", "prompt_tokens", "bytes_loaded", "files",
-        "same_text", "versions", "machine",
+        "ttft_no_cache_s", "ttft_cold_s", "ttft_warm_s", "hit_tokens", "prompt_tokens", "bytes_loaded",
+        "files", "same_text", "versions", "machine",
     }  # fmt: skip
     assert promised <= written.keys()
     assert written["hit_tokens"] == 2816
@@ -108,7 +109,20 @@ def test_a_server_that_ends_while_starting_is_reported_and_its_log_kept(tmp_path
     server._command = [sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"]
     with server, pytest.raises(ServerError, match="ended with code 3"):
         server.start()
-    assert "out of luck" in server.log_tail()
+    assert "out of luck" in server.log_excerpt()
+
+
+def test_a_failed_demo_shows_our_own_trouble_however_much_the_server_logged_since(tmp_path):
+    server = Server(tmp_path / "model", tmp_path / "server.log")
+    trouble = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1',
+        "NameError: name 'core' is not defined",
+    ]
+    server.log.write_text("\n".join(["start", *trouble, *["INFO: something else"] * 500, "the end"]))
+    excerpt = server.log_excerpt()
+    assert all(line in excerpt for line in (*trouble, "the end"))
+    assert len(excerpt.splitlines()) < 60
 
 
 def test_the_transfer_config_is_what_the_readme_shows():

@@ -19,8 +19,10 @@ pytest.importorskip("vllm", reason="the namespace reads vLLM's configuration thr
 import torch
 
 from py_kvcache import namespace, vllm_api
+from py_kvcache.errors import UnsupportedError
 from py_kvcache.layout import parse_namespace_dir
 from py_kvcache.namespace import (
+    display_name,
     Spaces,
     adapter_identity,
     engine_facts,
@@ -91,7 +93,7 @@ class Engine:
         self.config = N(
             model_config=model,
             cache_config=N(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor", kv_cache_layout="HND"),
-            parallel_config=N(tensor_parallel_size=2, pipeline_parallel_size=1),
+            parallel_config=N(tensor_parallel_size=4, pipeline_parallel_size=1),
             load_config=N(load_format="auto", model_loader_extra_config={}),
             speculative_config=None,
             lora_config=None,
@@ -176,9 +178,9 @@ DIFFERENT: dict[str, Callable[[Engine], None]] = {
     "attention backend": set_layout(backends=["FLASH_ATTN"]),
     "instruction set": set_layout(cpu=["x86_64", "amx_bf16"]),
     "a rank with another layout": lambda engine: engine.layouts.append({"slab": True}),
-    "tensor parallelism": set_parallel(tensor_parallel_size=4),
+    "tensor parallelism": set_parallel(tensor_parallel_size=8),
     "pipeline parallelism": set_parallel(pipeline_parallel_size=2),
-    "number of KV heads": set_model(get_total_num_kv_heads=lambda: 1),
+    "number of KV heads": set_model(get_total_num_kv_heads=lambda: 2),
     "MLA": set_model(use_mla=True),
     "block_tokens": lambda engine: setattr(engine, "block_tokens", 128),
     "engine's block size": set_group(kv_cache_spec=FullAttentionSpec(32)),
@@ -305,9 +307,13 @@ print(spaces.name(None))
 
 def test_the_name_begins_with_the_models_own(engine: Engine):
     assert re.fullmatch(r"model_[0-9a-f]{16}", engine.name())
-    assert re.fullmatch(r"Llama-3.2-3B_[0-9a-f]{16}", _named("meta-llama/Llama-3.2-3B"))
-    assert re.fullmatch(r"m_[0-9a-f]{16}", _named("/models/m///"))
-    assert re.fullmatch(r"model_[0-9a-f]{16}", _named("/"))
+    assert re.fullmatch(r"meta-llama_Llama-3.2-3B_[0-9a-f]{16}", _named("meta-llama/Llama-3.2-3B"))
+    snapshot = "/hub/models--meta-llama--Llama-3.2-3B/snapshots/" + "a" * 40
+    assert [display_name(name) for name in ("/models/m///", "org/m", snapshot)] == [
+        "m",
+        "org/m",
+        "meta-llama/Llama-3.2-3B",
+    ]
 
 
 def _named(model: str) -> str:
@@ -338,7 +344,7 @@ def test_the_facts_can_be_written_as_json_and_say_what_the_namespace_holds(engin
     spaces = Spaces(engine.facts())
     spaces.set_layouts(engine.layouts)
     fields = json.loads(json.dumps(spaces.fields("adapter")))
-    assert fields["model"] == str(engine.folder)
+    assert fields["model"] == engine.folder.name
     assert fields["block_tokens"] == 256
     assert fields["prefix_hash"] == {"algorithm": "sha256_cbor", "seed": "vllm-default"}
     assert fields["adapter"] == "adapter"
@@ -393,7 +399,29 @@ def test_a_hub_model_is_known_by_the_commit_that_is_in_the_local_cache(
     for commit in ("a" * 40, "b" * 40):
         hub(tmp_path, monkeypatch, "org/name", commit, file)
         found.append(model_identity("org/name", None, "auto", 0))
-    assert found == [{"model": "org/name", "commit": commit} for commit in ("a" * 40, "b" * 40)]
+    assert found == [{"commit": "a" * 40}, {"commit": "b" * 40}]
+
+
+def test_an_unknown_commit_is_refused_unless_the_revision_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "config.json")
+    with pytest.raises(UnsupportedError, match="--revision as a full commit hash"):
+        model_identity("org/name", "main", "auto", 0)
+    assert model_identity("org/name", "c" * 40, "auto", 0) == {"commit": "c" * 40}
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="holds no weight files"):
+        model_identity(str(tmp_path), None, "auto", 0)
+
+
+def test_the_hub_caches_own_folder_is_known_by_its_commit_on_every_node(tmp_path: Path):
+    folder = tmp_path / "models--org--name" / "snapshots" / ("d" * 40)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    assert model_identity(str(folder), None, "auto", 0) == {"commit": "d" * 40}
 
 
 def test_a_revision_chooses_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -64,7 +64,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
             # vLLM's own constructor may refuse, too (an assertion on block sizes, say).
             if settings.on_unsupported != "disable":
                 raise
-            return make_inert(vllm_config, role, kv_cache_config, f"{error or type(error).__name__}")
+            return make_inert(vllm_config, role, kv_cache_config, str(error) or type(error).__name__)
         return connector
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from py_kvcache import vllm_api
+from py_kvcache.errors import UnsupportedError
 from py_kvcache.layout import namespace_name
 
 SCHEMA = 1
@@ -25,6 +27,9 @@ _HEAD_BYTES = 1 << 20
 # The CPU attention backend packs keys for the instruction set that it finds.
 _CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16"})
 _HF_NOISE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+
+
+_SNAPSHOT = re.compile("models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
 def digest(fields: Mapping[str, Any]) -> str:
@@ -75,13 +80,40 @@ def _commit_of(model: str, revision: str | None, *names: str) -> str | None:
 
 
 def model_identity(model: str, revision: str | None, load_format: str, seed: int) -> dict[str, Any]:
-    """Which weights these are: a commit, or the marks of local files; dummy weights come from a seed."""
+    """Which weights these are: a commit, or the marks of local files; dummy weights come from a seed.
+
+    Raises:
+        UnsupportedError: nothing here tells one version of the weights from another.
+    """
     if load_format == "dummy":
         return {"dummy_seed": seed}
     if os.path.exists(model):
-        return {"files": weights_mark(model)}
+        # Offline, vLLM is given the hub cache's own folder; its commit is the same on every node, the
+        # times of its files are not.
+        if (snapshot := _SNAPSHOT.search(os.path.abspath(model))) is not None:
+            return {"commit": snapshot["commit"]}
+        if marks := weights_mark(model):
+            return {"files": marks}
+        raise UnsupportedError(
+            f"{model} holds no weight files ({', '.join(_SHARD_ENDINGS)}), so a change of the weights would go "
+            "unseen; use a local copy or a hub name"
+        )
     commit = _commit_of(model, revision, "config.json", "params.json")
-    return {"model": model, "commit": commit or f"revision {revision}"}
+    if commit is None and re.fullmatch("[0-9a-f]{40}", revision or ""):
+        commit = revision
+    if commit is None:
+        raise UnsupportedError(
+            f"the commit of {model} is not in the local hub cache, so a change of the weights would go unseen; "
+            "give --revision as a full commit hash, or use a local folder"
+        )
+    return {"commit": commit}
+
+
+def display_name(model: str) -> str:
+    """Name of the model for people, in folder names: no local path, no bare commit hash."""
+    if (snapshot := _SNAPSHOT.search(model)) is not None:
+        return snapshot["repo"].replace("--", "/")
+    return os.path.basename(model.rstrip("/")) if os.path.isabs(model) or os.path.exists(model) else model
 
 
 def adapter_identity(path: str) -> str:
@@ -179,10 +211,11 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
     return {
         "schema": SCHEMA,
         "engine": f"vllm {version.major}.{version.minor}",
-        "model": model.model,
+        "model": display_name(model.model),
         "weights": model_identity(model.model, model.revision, load_format, model.seed),
         "load": [load_format, str(getattr(load, "model_loader_extra_config", ""))],
         "hf_config": digest({"hf": _hf_facts(model)}),
+        "multimodal": str(getattr(model, "multimodal_config", None)),
         "hf_overrides": str(getattr(model, "hf_overrides", "")),
         "quantization": [str(model.quantization), str(getattr(model, "quantization_config", ""))],
         "dtype": str(model.dtype),
@@ -244,5 +277,4 @@ class Spaces:
     def name(self, adapter: str | None) -> str:
         """Folder name of the namespace. Call only when ``known``."""
         assert self._layouts is not None, "asked for a namespace before the workers described their KV tensors"
-        model = os.path.basename(str(self._facts["model"]).rstrip("/")) or "model"
-        return namespace_name(model, digest(self.fields(adapter)))
+        return namespace_name(str(self._facts["model"]), digest(self.fields(adapter)))

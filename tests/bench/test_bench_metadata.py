@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.layout import block_path, parse_block_path, temp_path
 from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.publication import BlockFiles, FileSettings
+
+
+@pytest.fixture
+def tmp_path():
+    """On tmpfs: a thousand folders are quick to make and to remove there."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        yield Path(made)
 
 
 @pytest.fixture
@@ -54,7 +62,14 @@ def test_a_whole_run_reports_every_size_and_cleans_up(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"files": ()}, {"files": (9, 3)}, {"files": (0,)}, {"processes": ()}, {"processes": (0,)}, {"rounds": 0}],
+    [
+        {"files": ()},
+        {"files": (2, 1)},
+        {"files": (0,)},
+        {"processes": ()},
+        {"processes": (0,)},
+        {"seconds": 0},
+    ],
 )
 def test_impossible_arguments_are_refused(tmp_path, wrong):
     with pytest.raises(ConfigError, match="must be"):

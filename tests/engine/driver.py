@@ -18,8 +18,21 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-OUT = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # whatever vLLM prints goes to stderr: stdout belongs to the answers
+def import_vllm() -> None:
+    """All that an engine imports while it starts, so that forks of this process need not."""
+    import vllm
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    assert vllm.__version__
+
+
+def take_answers() -> Any:
+    """Standard output, which from now on belongs to the answers: whatever vLLM prints goes to stderr."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return out
 
 
 class Driver:
@@ -171,6 +184,18 @@ class Driver:
     def metrics(self) -> dict[str, Any]:
         return {"names": [m.name for m in self.llm.get_metrics()]}
 
+    def trace_lookup(self, p):
+        m = self.connector_scheduler.manager
+        out=[]
+        o=m.lookup
+        def lk(key, ctx):
+            r=o(key,ctx); st=m._requests[ctx.req_id]; out.append((key.hex()[:8], r.name, st.space, st.ticket, st.gave_up, len(st.absent))); return r
+        m.lookup=lk
+        self.reset_prefix_cache()
+        self.generate([p])
+        m.lookup=o
+        return {"o":out}
+
     # ---- access
 
     @property
@@ -260,7 +285,7 @@ def _overwrite_tail(path: str, data: bytes) -> None:
 
 
 def main() -> None:
-    driver = Driver()
+    driver, out = Driver(), take_answers()
     for line in sys.stdin:
         request = json.loads(line)
         command = request.pop("command")
@@ -271,7 +296,7 @@ def main() -> None:
 
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
-        OUT.write(json.dumps(answer) + "\n")
+        out.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

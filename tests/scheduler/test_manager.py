@@ -20,7 +20,7 @@ from py_kvcache import metrics
 from py_kvcache.config import parse_config
 from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Failures, WorkerReport
-from py_kvcache.scheduler import manager as module
+from py_kvcache.scheduler import names as module
 from py_kvcache.scheduler.lookup import SEEN_FOR_S
 from py_kvcache.scheduler.manager import ABSENT_FOR_S, Manager
 from py_kvcache.scheduler.probe import ChainAnswer, Prober
@@ -187,7 +187,8 @@ def test_waiting_for_something_else_does_not_use_up_the_look_ups_deadline():
         assert engine.manager.lookup(request.keys[0], request.context) is HIT
         engine.manager.end_lookup("a", None)
         engine.now += 1
-    assert engine.ask(request) == [HIT]
+    engine.now += SEEN_FOR_S
+    assert engine.ask(request) == [RETRY], "the request has not given up"
 
 
 def test_an_answer_that_comes_after_its_request_is_dropped():
@@ -487,7 +488,7 @@ def test_the_first_report_of_the_workers_makes_names_known_and_later_ones_change
     request = engine.admit("a", keys(1))
     engine.ask(request)
     engine.manager.note_report(WorkerReport(layouts=({"slab": True},)))
-    assert engine.manager.layouts_known
+    assert engine.spaces.known
     name = engine.spaces.name(None)
     engine.manager.note_report(WorkerReport(layouts=({"slab": False},)))
     assert engine.spaces.name(None) == name
@@ -759,3 +760,16 @@ def test_a_hung_file_system_holds_up_no_step_and_the_request_computes_at_its_dea
     assert engine.ask(request) == [MISS]
     release.set()
     engine.manager.shutdown()
+
+
+def test_a_hung_file_system_makes_one_request_wait_and_the_others_miss_at_once_until_it_answers():
+    engine = Engine()
+    first = engine.admit("first", keys(2))
+    assert engine.ask(first) == [RETRY, RETRY]
+    engine.now += 1
+    assert engine.ask(first) == [MISS]
+    second = engine.admit("second", keys(2))
+    assert engine.ask(second) == [MISS]
+    assert len(engine.prober.questions) == 1, "nothing more is asked of a file system that owes an answer"
+    engine.prober.reply(2)
+    assert engine.ask(engine.admit("third", keys(2))) == [HIT, HIT]

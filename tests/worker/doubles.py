@@ -1,3 +1,24 @@
+"""Doubles of device, checksummer and publisher over one World, and a rig with a reactor around them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+from worker_world import FILE, HOLD, LOSE, PAYLOAD, Ask, Clock, FaultyRing, World, file_of, key_of, payload_of
+
+from py_kvcache.errors import BlockError, Fault, fault_of
+from py_kvcache.worker.checksum import ChecksumResult, seal_block, verify_block
+from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
+from py_kvcache.worker.parts import ReactorSettings, Timeline
+from py_kvcache.worker.publish import Op, PublishResult
+from py_kvcache.worker.reactor import Reactor
+from py_kvcache.worker.staging import StagingPool
+
+__all__ = ["FILE", "HOLD", "LOSE", "PAYLOAD", "Rig", "file_of", "key_of", "payload_of"]
+
+
 class FakeEvent:
     def __init__(self) -> None:
         self.finished, self.error = False, ""
@@ -113,12 +134,10 @@ class FakePublisher:
 
     def create(self, token: int, final: str, nbytes: int) -> None:
         def finish(fate: object) -> None:
-            if isinstance(fate, int) or isinstance(fate, Fault):
-                error = (
-                    BlockError(fate, final)
-                    if isinstance(fate, Fault)
-                    else BlockError(fault_of(-fate), final, -fate)
-                )
+            if isinstance(fate, Fault):
+                self._results.append(PublishResult(token, Op.CREATE, error=BlockError(fate, final)))
+            elif isinstance(fate, int):
+                error = BlockError(fault_of(-fate), final, -fate)
                 self._results.append(PublishResult(token, Op.CREATE, error=error))
             elif final in self.world.files:
                 self._results.append(PublishResult(token, Op.CREATE, exists=True))
@@ -186,8 +205,8 @@ class Rig:
         )
         self.reactor = Reactor(
             ring=self.ring, staging=self.staging, device=self.device, checksum=self.sealer,
-            publisher=self.publisher, settings=self.settings, clock=self.clock, set_flags=self.world.set_flags,
-            trace=trace,
+            publisher=self.publisher, settings=self.settings, clock=self.clock,
+            set_flags=self.world.set_flags, trace=trace,
         )  # fmt: skip
         self.results: dict[int, JobResult] = {}
         self.timeout: float | None = None

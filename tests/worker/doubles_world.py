@@ -1,4 +1,4 @@
-"""A faulty operating system, device, checksummer and publisher for the reactor, and a rig around them.
+"""A faulty operating system behind the ring's interface.
 
 Nothing here waits or runs by itself: what is asked for lies in ``pending`` until it is completed, by rule, by
 hand, or at once where no rule says otherwise. Every double notes what the reactor must never do in ``wrong``.
@@ -13,16 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from py_kvcache.errors import BlockError, Fault, fault_of
 from py_kvcache.layout import file_bytes
-from py_kvcache.worker.checksum import ChecksumResult, seal_block, verify_block
-from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
-from py_kvcache.worker.parts import ReactorSettings, Timeline
-from py_kvcache.worker.publish import Op, PublishResult
-from py_kvcache.worker.reactor import Reactor
+from py_kvcache.worker.checksum import seal_block
 from py_kvcache.worker.ring import Completion
-from py_kvcache.worker.staging import StagingPool
 
+ON_RING = ("openat", "read", "write", "close")
 PAYLOAD = 5000
 FILE = file_bytes(PAYLOAD)
 
@@ -218,9 +213,9 @@ class FaultyRing:
         self._queue(ask)
 
     def close(self, token: int, fd: int) -> None:
-        self._queue(
-            Ask("close", token, self.world.fds.get(fd, ""), finish=lambda fate: self._close(token, fd))
-        )
+        ask = Ask("close", token, self.world.fds.get(fd, ""))
+        ask.finish = lambda fate: self._close(token, fd)
+        self._queue(ask)
 
     def fsync(self, token: int, fd: int) -> None:
         raise AssertionError("the publisher syncs")
@@ -236,7 +231,7 @@ class FaultyRing:
             self.world.ask(ask)
 
     def completions(self) -> list[Completion]:
-        self.world.settle("openat", "read", "write", "close")
+        self.world.settle(*ON_RING)
         done = list(self.done)
         self.done.clear()
         return done
@@ -245,9 +240,7 @@ class FaultyRing:
         return self._wake_fd
 
     def in_flight(self) -> int:
-        return len(self.queued) + len(
-            [a for a in self.world.pending if a.op in ("openat", "read", "write", "close")]
-        )
+        return len(self.queued) + sum(ask.op in ON_RING for ask in self.world.pending)
 
     def shutdown(self) -> None:
         self.submit()

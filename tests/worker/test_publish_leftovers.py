@@ -80,12 +80,14 @@ def test_names_that_are_not_ours_are_not_touched(tmp_path):
     strange = [folder / ".x.me.5.tmp", folder / "notes.tmp", folder / f".{'0' * 64}.me.nan.t.tmp"]
     for path in strange:
         path.write_bytes(b"")
-    outside = Path(f"{tmp_path}/{NAMESPACE}_r0/mine/{temp(tmp_path).name}")
-    outside.parent.mkdir()
-    outside.write_bytes(b"")
-    os.utime(outside, (0, 0))
+    for place in ("mine", "000/mine", "000/00_g0/deeper", "00_g0/00_g0"):
+        outside = Path(part_dir(str(tmp_path), NAMESPACE, 0), place, temp(tmp_path).name)
+        outside.parent.mkdir(parents=True)
+        outside.write_bytes(b"")
+        os.utime(outside, (0, 0))
+        strange.append(outside)
     tidy(tmp_path)
-    assert all(path.exists() for path in [*strange, outside])
+    assert all(path.exists() for path in strange)
 
 
 def test_no_clock_file_stays_behind(tmp_path):

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from worker_doubles import HOLD, LOSE, PAYLOAD, Rig
+from worker_doubles import HOLD, LOSE, PAYLOAD
 
 from py_kvcache.errors import Fault
 from py_kvcache.worker.jobs import Job, Kind
-
-
-@pytest.fixture
-def rig():
-    rigs = []
-
-    def make(**settings) -> Rig:
-        rigs.append(Rig(**settings))
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.close()
-
 
 # ---- flush
 

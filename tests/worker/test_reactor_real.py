@@ -1,4 +1,4 @@
-"""The reactor with its thread, real rings, real files, real checksums and publishers; only the device is a double."""
+"""The reactor with its thread, real rings, files, checksums and publishers; only the device is a double."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_blocks_come_back_as_they_were_stored(worker):
     assert worker.results[2].failed == worker.results[3].failed == ()
     assert worker.device.pages == saved
     assert all(os.stat(block.path).st_size == file_bytes(PAYLOAD) for block in blocks)
-    assert [path for path in worker.root.rglob("*.tmp")] == []
+    assert list(worker.root.rglob("*.tmp")) == []
 
 
 def test_after_a_stop_no_descriptor_and_no_slot_is_missing(tmp_path):
@@ -182,9 +182,7 @@ def harm(path: str, how: str) -> None:
         ("fifo", {Fault.IO}),
     ],
 )
-def test_a_file_that_was_harmed_between_lookup_and_load_fails_just_its_block_and_those_behind(
-    worker, how, faults
-):
+def test_a_file_harmed_between_lookup_and_load_fails_its_block_and_those_behind(worker, how, faults):
     blocks = worker.blocks(1, 6)
     worker.device.pages.update({block.pages: os.urandom(PAYLOAD) for block in blocks})
     worker.submit(1, Kind.STORE, blocks)
@@ -201,9 +199,7 @@ def test_a_file_that_was_harmed_between_lookup_and_load_fails_just_its_block_and
     assert worker.reactor.snapshot().leaks == 0
 
 
-def test_a_read_that_hangs_in_the_kernel_ends_its_job_at_the_deadline_and_others_go_on(
-    tmp_path, has_io_uring
-):
+def test_a_read_that_hangs_in_the_kernel_ends_its_job_at_the_deadline(tmp_path, has_io_uring):
     if not has_io_uring.ok:
         pytest.skip(has_io_uring.reason)
     # Without the test for seekable files, a FIFO with a writer is a read that waits for ever.

@@ -1,4 +1,4 @@
-"""Stores through the reactor: nothing is published after a failure, nothing is left behind, loads go first."""
+"""Stores through the reactor: loads go first, a failure publishes nothing and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ from worker_doubles import FILE, HOLD, LOSE, PAYLOAD, Rig, file_of, payload_of
 
 from py_kvcache.errors import Fault
 from py_kvcache.worker.jobs import Job, Kind
-
-
-@pytest.fixture
-def rig():
-    rigs = []
-
-    def make(**settings) -> Rig:
-        rigs.append(Rig(**settings))
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.close()
 
 
 def ops(rig: Rig, *names: str) -> list[tuple[str, str]]:

@@ -511,3 +511,52 @@ def test_an_error_of_submit_that_is_a_defect_is_not_hidden(tmp_path):
     with pytest.raises(OSError, match="Bad file descriptor"):
         driver.ring.submit()
     driver.close()
+
+
+class Spying:
+    """The liburing module, and the submission entries that were taken from it."""
+
+    def __init__(self, lib):
+        self.lib, self.taken = lib, []
+
+    def __getattr__(self, name):
+        return getattr(self.lib, name)
+
+    def io_uring_get_sqe(self, ring):
+        self.taken.append(self.lib.io_uring_get_sqe(ring))
+        return self.taken[-1]
+
+
+def test_entries_are_encoded_as_the_kernel_wants_them_and_large_ones_go_to_its_workers(tmp_path):
+    path = tmp_path / "block.bin"
+    path.write_bytes(bytes(MIB))
+    fd, closing = os.open(path, os.O_RDWR), os.open(path, os.O_RDONLY)
+    driver = Driver("io_uring")
+    driver.ring._lib = spy = Spying(driver.ring._lib)
+    slot, asynchronous = aligned(MIB), spy.IOSQE_ASYNC
+    driver.ring.openat(1, str(path), os.O_RDONLY)
+    driver.ring.read(2, fd, slot, 0)
+    driver.ring.read(3, fd, slot[: MIB - 4096], 4096)
+    driver.ring.write(4, fd, slot, 0)
+    driver.ring.write(5, fd, slot[:4096], 0)
+    driver.ring.fsync(6, fd)
+    driver.ring.close(7, closing)
+    driver.ring.cancel(2)
+    # Operation numbers of linux/io_uring.h.
+    readv, writev, fsync, cancel, openat, close = 1, 2, 3, 14, 18, 19
+    assert [(sqe.opcode, sqe.user_data, sqe.flags & asynchronous != 0) for sqe in spy.taken] == [
+        (openat, 1, True),
+        (readv, 2, True),
+        (readv, 3, False),
+        (writev, 4, True),
+        (writev, 5, False),
+        (fsync, 6, True),
+        (close, 7, False),
+        (cancel, 1 << 63, False),
+    ]
+    assert [sqe.fd for sqe in spy.taken[1:7]] == [fd] * 5 + [closing]
+    results = driver.wait(7)
+    os.close(results[1])
+    assert [results[token] for token in (3, 5, 6, 7)] == [MIB - 4096, 4096, 0, 0]
+    driver.close()
+    os.close(fd)

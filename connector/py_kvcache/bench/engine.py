@@ -27,7 +27,8 @@ from py_kvcache.worker.staging import StagingPool, plan_slots
 
 COPY_HEADROOM = 4
 LOOKAHEAD = 32
-_POLL_S = 0.001
+_POLL_S = 0.003  # seldom, as vLLM's steps are: each look costs the reactor the interpreter
+_AHEAD_BYTES = 256 << 20
 _DEADLINE_S = 600.0
 
 
@@ -206,7 +207,8 @@ class Engine:
 
     def _run(self, kind: Kind, blocks: Iterator[Block], is_over: Callable[[], bool]) -> Pass:
         per_job = max(self.depth // 2, min(64, (32 << 20) // self.size))
-        enough = max(2 * self.depth, 3 * per_job)  # blocks handed in ahead, so that the pipeline never drains
+        # Handed in ahead, so that the pipeline never drains between two looks.
+        enough = max(2 * self.depth, 3 * per_job, _AHEAD_BYTES // self.size)
         waiting = moved = 0
         more = True
         before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()

@@ -16,10 +16,10 @@ from typing import Any
 from py_kvcache import metrics
 from py_kvcache.config import Config
 from py_kvcache.errors import Fault
-from py_kvcache.layout import write_config
-from py_kvcache.namespace import Spaces, adapter_identity
+from py_kvcache.namespace import Spaces
 from py_kvcache.plan import TransferPlan, WorkerReport
 from py_kvcache.scheduler.lookup import Index, Presence
+from py_kvcache.scheduler.names import Names
 from py_kvcache.scheduler.probe import ChainQuestion, Prober
 from py_kvcache.scheduler.requests import RequestState, wanted
 from py_kvcache.vllm_api import (
@@ -37,8 +37,6 @@ logger = logging.getLogger("vllm.py_kvcache.manager")
 # A negative answer holds so long for the same request, which may be asked every step while it waits.
 ABSENT_FOR_S = 1.0
 # Stands in place of the identity of a LoRA adapter whose files cannot be read.
-UNREADABLE = ""
-
 
 class Manager(OffloadingManager):  # type: ignore[misc]
     """One per engine, in the scheduler process; called by one thread."""
@@ -52,9 +50,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         prober: Prober | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._spaces, self._parts = config, spaces, parts
+        self._config, self._parts = config, parts
         self._hashes_per_block = hashes_per_block
         self._prober = prober or Prober()
+        self._names = Names(config, spaces, self._prober)
         self._clock = clock
         self._now = clock()
         self._index = Index()
@@ -65,8 +64,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._ended: list[RequestState] = []
         self._ended_before: list[RequestState] = []
         self._tickets = itertools.count(1)
-        self._adapters: dict[tuple[str, int], str | None] = {}
-        self._written: set[str] = set()
+        # The file system owes an answer for longer than a look-up may take: nobody waits for it then.
+        self._hung = False
         self._samples = metrics.Samples()
         for metric in metrics.ALL:
             # Counters without labels of their own are exported from the start, as zero.
@@ -81,7 +80,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         lora = getattr(request, "lora_request", None)
         if lora is not None:
             state.adapter_key = (str(lora.lora_path), int(lora.lora_int_id))
-            self._identify(state.adapter_key, again=bool(getattr(lora, "load_inplace", False)))
+            self._names.identify(state.adapter_key, again=bool(getattr(lora, "load_inplace", False)))
         self._requests[request.request_id] = state
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -143,10 +142,13 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             return
         state.local_tokens = local_tokens
         if state.space is None:
-            state.space = self._space_of(state)
+            state.space = self._names.space_of(state.adapter_key)
         state.unknown.clear()
         state.deferred = False
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
+            state.gave_up = True
+            self._hung = self._hung or state.ticket is not None
+        elif self._hung and state.ticket is None:
             state.gave_up = True
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -156,7 +158,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.MISS
         space = state.space
         if space is None:
-            return LookupResult.MISS if state.gave_up or self._nameless(state) else self._later(state)
+            return LookupResult.MISS if state.gave_up or self._names.in_vain(state.adapter_key) else self._later(state)
         presence = self._index.presence((space, key), self._now)
         if presence is Presence.SEEN:
             return LookupResult.HIT
@@ -198,6 +200,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
 
     def _take_answers(self) -> None:
         for answer in self._prober.answers():
+            self._hung = False
             if answer.code:
                 self._samples.add(metrics.PROBE_ERRORS, 1, _errno_name(answer.code))
             state = self._requests.get(self._asking.pop(answer.ticket, ""))
@@ -230,7 +233,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def _choose_stores(self, state: RequestState, keys: Collection[bytes]) -> list[bytes]:
         self._take_answers()
         if state.space is None:
-            state.space = self._space_of(state)
+            state.space = self._names.space_of(state.adapter_key)
         if not state.store or state.space is None:
             state.hole = True
             self._drop("opt_out" if not state.store else "not_ready", len(keys))
@@ -258,17 +261,19 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """vLLM: a store job ended on all ranks; failures came before, with note_report()."""
         state = self._requests.get(req_context.req_id)
+        # A request that is gone says no more where its blocks were; only one of a few names has them.
+        spaces = (state.space,) if state is not None and state.space else self._names.used
         now = self._clock()
         for key in keys:
-            for space in self._spaces_of(state):
+            for space in spaces:
                 if self._index.store_ended((space, key), now):
                     break
 
     def note_report(self, report: WorkerReport) -> None:
         """What the ranks reported this step, before vLLM handles the completed jobs."""
         now = self._clock()
-        if report.layouts and not self._spaces.known:
-            self.set_layouts(report.layouts)
+        if report.layouts:
+            self._names.set_layouts(report.layouts)
         for failures in report.failed_loads.values():
             # Wholly cancelled, it would be found and loaded again at once, for ever.
             alone = all(fault == Fault.CANCELLED.value for fault in failures.faults.values())
@@ -292,74 +297,15 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             key[:8].hex(), space, fault, length,
         )  # fmt: skip
 
-    # ---- namespaces
-
     def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:
-        """The workers described their KV tensors: from now on names are known."""
-        self._spaces.set_layouts(layouts)
-
-    @property
-    def layouts_known(self) -> bool:
-        """False until the workers described their KV tensors."""
-        return self._spaces.known
-
-    def _spaces_of(self, state: RequestState | None) -> tuple[str, ...]:
-        if state is not None and state.space is not None:
-            return (state.space,)
-        return tuple(self._written)
-
-    def _space_of(self, state: RequestState) -> str | None:
-        if not self._spaces.known:
-            return None
-        adapter = None
-        if state.adapter_key is not None:
-            adapter = self._adapters.get(state.adapter_key)
-            if adapter is None or adapter == UNREADABLE:
-                return None
-        name = self._spaces.name(adapter)
-        if name not in self._written:
-            self._written.add(name)
-            fields = self._spaces.fields(adapter)
-            self._prober.run(lambda: self._write_config(name, fields))
-        return name
-
-    def _write_config(self, name: str, fields: dict[str, Any]) -> None:
-        config = self._config
-        try:
-            write_config(
-                config.root_path, name, fields, dir_mode=config.dir_mode, file_mode=config.file_mode
-            )
-        except (OSError, ValueError) as error:
-            logger.warning("py-kvcache: could not write config.json of %s: %s", name, error)
-
-    def _identify(self, adapter_key: tuple[str, int], again: bool) -> None:
-        known = self._adapters.get(adapter_key, UNREADABLE)
-        if known != UNREADABLE and not again:
-            return
-        self._adapters[adapter_key] = None
-
-        def job() -> None:
-            try:
-                self._adapters[adapter_key] = adapter_identity(adapter_key[0])
-            except (OSError, ValueError) as error:
-                # Tried again with its next request; until then nothing waits for it.
-                self._adapters[adapter_key] = UNREADABLE
-                logger.warning(
-                    "py-kvcache: LoRA adapter %s cannot be read (%s); its requests are not cached",
-                    adapter_key[0], error,
-                )  # fmt: skip
-
-        self._prober.run(job)
-
-    def _nameless(self, state: RequestState) -> bool:
-        """True if waiting for a namespace is in vain."""
-        return state.adapter_key is not None and self._adapters.get(state.adapter_key) == UNREADABLE
+        """The workers described their KV tensors: from now on namespaces are known."""
+        self._names.set_layouts(layouts)
 
     # ---- the rest of OffloadingManager
 
     def reset_cache(self) -> None:
         """vLLM: cached blocks are no longer valid (weights changed, say)."""
-        self._spaces.new_epoch()
+        self._names.new_epoch()
         self._index.clear()
         self._asking.clear()
         for state in self._requests.values():

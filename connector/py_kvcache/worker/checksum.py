@@ -34,7 +34,7 @@ from py_kvcache.layout import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")
 
 Verdict = tuple[Fault | None, str]
 

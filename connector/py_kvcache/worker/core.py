@@ -197,9 +197,9 @@ class Core:
         self.move(t, Event.FAIL)
         if error.fault is Fault.CHECKSUM:
             self.counters.checksum_failures += 1
-        self.complain(
-            (kind, stage, error.fault.value, error.errno_name), f"{kind} failed at {stage}: {error}"
-        )
+        what = (kind, stage, error.fault.value, error.errno_name)
+        self.counters.failure(*what)
+        self.journal.warn(self.now, what, f"{kind} failed at {stage}: {error}")
         self._ended_badly(t, error)
 
     def end_given_up(self, t: Transfer, error: BlockError) -> None:

@@ -85,7 +85,7 @@ class CpuDevice:
     in a step may be read or written at once.
     """
 
-    poll_s = None
+    poll_s: float | None = None
 
     def __init__(self, page_map: PageMap, on_copy_done: Callable[[], None]) -> None:
         self._map = page_map

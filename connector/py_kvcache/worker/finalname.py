@@ -18,7 +18,7 @@ from py_kvcache.errors import BlockError, Fault
 if TYPE_CHECKING:
     from py_kvcache.worker.fileops import FileOps
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")
 
 _NO_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 # EPERM: seccomp profiles older than renameat2 answer so to every call they do not know.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from py_kvcache.worker.fileops import FileOps
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")
 
 REFUSED_AGAIN_S = 60.0
 WARN_AGAIN_S = 600.0

@@ -1,9 +1,9 @@
 """Iovecs made once per piece of memory, because each one that is made leaks.
 
-liburing 2026.3.30's ``Iovec([memoryview])`` takes a buffer export that it never gives back: some 200 bytes for
-each request, which a server that reads for weeks cannot afford, and the staging memory itself could not be freed
-as long as the process lives. So the same address and length get the same Iovec, and it is made over an alias of
-the memory that does not own it; what owns it is a view of ours, kept beside.
+liburing 2026.3.30's ``Iovec([memoryview])`` takes a buffer export that it never gives back: some 200 bytes
+for each request, which a server that reads for weeks cannot afford, and the staging memory itself could not
+be freed as long as the process lives. So the same address and length get the same Iovec, and it is made over
+an alias of the memory that does not own it; what owns it is a view of ours, kept beside.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from py_kvcache.worker.fileops import FileOps
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")
 
 MAX_ENTRIES = 500_000
 MAX_SECONDS = 60.0

@@ -179,11 +179,12 @@ class Loads:
 
     def verified(self, t: Transfer, fault: Fault | None, detail: str) -> None:
         """The checksum helper's answer."""
-        self._core.journal.block(core.now, t, "verify")
+        core = self._core
+        core.journal.block(core.now, t, "verify")
         if fault is not None:
             self._fail(t, "verify", fault, 0, detail)
             return
-        self._core.move(t, Event.VERIFIED)
+        core.move(t, Event.VERIFIED)
         self._ready.append(t)
 
     def _copy_ready(self) -> None:

@@ -23,7 +23,7 @@ from py_kvcache.worker.finalname import Counts, FinalNames
 if TYPE_CHECKING:
     from py_kvcache.worker.fileops import FileOps
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")
 
 CREATE_ATTEMPTS = 16
 CHAIN_STEP_NS = 1_000_000

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from py_kvcache.worker.fileops import FileOps
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")
 
 MAX_SUSPECTS = 64
 _T = TypeVar("_T")

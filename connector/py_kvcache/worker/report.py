@@ -25,7 +25,7 @@ def totals(counters: Counters) -> dict[tuple[str, metrics.Labels], float]:
     }
     failed = {"load": metrics.LOAD_FAILURES.name, "store": metrics.STORE_FAILURES.name}
     for (kind, _stage, fault, code), count in counters.failures.items():
-        key = (failed[kind], (fault, code))
+        key: tuple[str, metrics.Labels] = (failed[kind], (fault, code))
         out[key] = out.get(key, 0) + count
     for (kind, reason), count in counters.dropped.items():
         if kind == "store":

@@ -137,6 +137,7 @@ class UringRing:
         check_request(token, 0, 0)
         sqe = self._claim(token, path)
         if sqe is None:
+            self._answer(token, -errno.EAGAIN)
             return
         self._lib.io_uring_prep_open(sqe, path, flags, mode)
         sqe.flags = self._lib.IOSQE_ASYNC
@@ -156,7 +157,7 @@ class UringRing:
         sqe = self._claim(token, None)
         if sqe is None:
             # A close must never be lost: the caller would not try again.
-            self._ready.append(Completion(token, _close(fd)))
+            self._answer(token, _close(fd))
             return
         self._lib.io_uring_prep_close(sqe, fd)
         sqe.user_data = token
@@ -166,6 +167,7 @@ class UringRing:
         check_request(token, fd, 0)
         sqe = self._claim(token, None)
         if sqe is None:
+            self._answer(token, -errno.EAGAIN)
             return
         self._lib.io_uring_prep_fsync(sqe, fd)
         sqe.flags = self._lib.IOSQE_ASYNC
@@ -230,6 +232,7 @@ class UringRing:
         pinned = self._iovecs.get(buffer, self._pending.values())  # may raise, so before an entry is taken
         sqe = self._claim(token, pinned)
         if sqe is None:
+            self._answer(token, -errno.EAGAIN)
             return
         prepare(sqe, fd, pinned.iovec, offset)
         if buffer.nbytes >= ASYNC_FROM:
@@ -249,12 +252,12 @@ class UringRing:
         sqe = self._get_sqe()
         if sqe is not None:
             self._pending[token] = keep
-        else:
-            # The kernel takes nothing at the moment (no memory for a request): an errno like any other,
-            # which the caller retries.
-            self._ready.append(Completion(token, -errno.EAGAIN))
-            os.eventfd_write(self._wake_fd, 1)
         return sqe
+
+    def _answer(self, token: int, result: int) -> None:
+        """Complete what found no place, since the kernel has no memory for more requests at the moment."""
+        self._ready.append(Completion(token, result))
+        os.eventfd_write(self._wake_fd, 1)
 
     def _get_sqe(self) -> Any:
         sqe = self._lib.io_uring_get_sqe(self._ring)

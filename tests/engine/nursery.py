@@ -1,0 +1,113 @@
+"""Starts engines quickly: one process imports vLLM, and every engine is a fork of it.
+
+On two cores importing vLLM takes half a minute, building the tiny engine two seconds. A forked engine is a
+process of its own in everything that counts here: memory, descriptors, threads, environment, its end.
+
+Run as a program it serves fork requests from the socket on descriptor 0 until that is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from session import CONNECTOR, HERE, Session
+
+
+class Nursery:
+    """The process that has imported vLLM."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "nursery.py")],
+            stdin=theirs, stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(CONNECTOR), "PYTHONHASHSEED": "0"},
+        )  # fmt: skip
+        theirs.close()
+        self._socket.settimeout(300)
+
+    def fork(self, env: dict[str, str], descriptors: list[int]) -> int:
+        """A process with these as standard input, output and error; its id."""
+        socket.send_fds(self._socket, [json.dumps(env).encode()], descriptors)
+        return int(self._socket.recv(64))
+
+    def close(self) -> None:
+        """End it; engines that still run go on."""
+        self._socket.close()
+        self._process.wait(30)
+
+
+class ForkedSession(Session):
+    """A Session whose process is a fork of the nursery."""
+
+    def __init__(self, nursery: Nursery, env: dict[str, str] | None = None, timeout: float = 180.0) -> None:
+        self.timeout = timeout
+        self.log: list[str] = []
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        pipes = [os.pipe() for _ in range(3)]
+        (stdin, to_child), (from_child, stdout), (logged, stderr) = pipes
+        pid = nursery.fork(env or {}, [stdin, stdout, stderr])
+        for descriptor in (stdin, stdout, stderr):
+            os.close(descriptor)
+        self._process: Any = _Process(pid, to_child, from_child, logged)
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_log, daemon=True).start()
+
+
+class _Process:
+    """As much of subprocess.Popen as Session uses, for a process that is not our child."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self.stdin = os.fdopen(stdin, "w")
+        self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
+
+    def wait(self, timeout: float | None = None) -> None:
+        import select
+
+        if not select.select([self._pidfd], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("engine", timeout or 0)
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+def serve() -> None:
+    """Fork an engine's process for each request."""
+    import driver  # sets the environment that vLLM reads when it is imported
+
+    driver.import_vllm()
+    asked = socket.socket(fileno=os.dup(0))
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(asked, 65536, 3)
+        if not request:
+            return
+        pid = os.fork()
+        if pid:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            asked.send(str(pid).encode())
+            continue
+        asked.close()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.update(json.loads(request))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        driver.main()
+        return
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    serve()
