@@ -53,7 +53,7 @@ SLOT_LEAKS = _counter("slot_leaks", "Times an idle worker found slots or descrip
 SYSCALL_RETRIES = _counter("io_retries", "Reads and writes issued again (short, interrupted or refused as direct).")
 PROBE_ERRORS = _counter("probe_errors", "Look-ups that the file system answered with an error, by errno.", "errno")
 
-STAGING_SLOTS = Metric(PREFIX + "staging_slots", Kind.GAUGE, "Staging slots by use (free, load, store).", ("use",))
+STAGING_SLOTS = Metric(PREFIX + "staging_slots", Kind.GAUGE, "Staging slots by use (free, load, store, stuck: given up but still owned by the kernel or a helper).", ("use",))
 IO_IN_FLIGHT = Metric(PREFIX + "io_in_flight", Kind.GAUGE, "Reads and writes in flight.")
 QUEUED_BLOCKS = Metric(PREFIX + "queued_blocks", Kind.GAUGE, "Storage blocks waiting, by direction.", ("direction",))
 FALLBACK = Metric(PREFIX + "fallback", Kind.FLAG, "1 while a slower way is used (threads, buffered).", ("mode",))

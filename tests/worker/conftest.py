@@ -52,9 +52,15 @@ def rig() -> Iterator[Callable[..., object]]:
 
 
 @pytest.fixture(autouse=True)
-def _warnings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM, once imported by another test, keeps what its loggers say from caplog."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def _warnings_are_seen() -> Iterator[None]:
+    """vLLM, once imported by another test, keeps what its loggers say from caplog.
+
+    Not with monkeypatch: asked for here, it would outlive the other fixtures of every test.
+    """
+    logger = logging.getLogger("vllm")
+    before, logger.propagate = logger.propagate, True
+    yield
+    logger.propagate = before
 
 
 @pytest.fixture
