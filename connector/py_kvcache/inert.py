@@ -47,57 +47,65 @@ def make_inert(vllm_config: Any, role: Any, kv_cache_config: Any, reason: str) -
     return _inert_class()(vllm_config, role, kv_cache_config, reason)
 
 
+class _Nothing:
+    """vLLM's connector interface with every answer "nothing"; to be mixed into its base class."""
+
+    def begin(self, scheduler: bool, reason: str) -> None:
+        """Say once, in the scheduler process, that there is no cache and why."""
+        self._scheduler = scheduler
+        if scheduler:
+            logger.warning("py-kvcache is disabled, this engine serves without a cache: %s", reason)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # the base says yes for kv_both, and then preempted requests are computed again
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return None
+
+    def wait_for_save(self) -> None:
+        return None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        return None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def get_kv_connector_stats(self) -> Any:
+        if not self._scheduler:
+            return None
+        try:
+            from py_kvcache import metrics, vllm_api
+        except ImportError:
+            return None  # our own import is what failed: there is no metric to set
+        samples = metrics.Samples()
+        samples.set(metrics.DISABLED, 1)
+        return vllm_api.to_stats(samples)
+
+
 def _inert_class() -> Any:
     # Imported late: connector.py must be importable whatever is broken here.
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-    class InertConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-        """vLLM's interface with every answer "nothing"."""
+    class InertConnector(_Nothing, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+        """A connector that does nothing."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any, reason: str) -> None:
             super().__init__(vllm_config, role, kv_cache_config)
-            self._scheduler = role == KVConnectorRole.SCHEDULER
-            if self._scheduler:
-                logger.warning("py-kvcache is disabled, this engine serves without a cache: %s", reason)
-
-        @property
-        def requires_kv_delivery(self) -> bool:
-            return False  # the base says yes for kv_both, and then preempted requests are computed again
-
-        def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-            return None
-
-        def wait_for_layer_load(self, layer_name: str) -> None:
-            return None
-
-        def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-            return None
-
-        def wait_for_save(self) -> None:
-            return None
-
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-            return 0, False
-
-        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-            return None
+            self.begin(role == KVConnectorRole.SCHEDULER, reason)
 
         def build_connector_meta(self, scheduler_output: Any) -> Any:
             return KVConnectorMetadata()
-
-        def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-            return False, None
-
-        def get_kv_connector_stats(self) -> Any:
-            if not self._scheduler:
-                return None
-            try:
-                from py_kvcache import metrics, vllm_api
-            except ImportError:
-                return None  # our own import is what failed: there is no metric to set
-            samples = metrics.Samples()
-            samples.set(metrics.DISABLED, 1)
-            return vllm_api.to_stats(samples)
 
     return InertConnector

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -180,6 +181,7 @@ def is_leaf_dir(name: str) -> bool:
     return _LEAF_RE.fullmatch(name) is not None
 
 
+@functools.lru_cache(maxsize=16)
 def safe_hostname(hostname: str) -> str:
     """The host name as temporaries carry it: compare with TempName.hostname only through this."""
     return _UNSAFE_RE.sub("_", hostname)[:63] or "_"

@@ -34,7 +34,9 @@ def _counter(name: str, text: str, *labels: str) -> Metric:
     return Metric(PREFIX + name, Kind.COUNTER, text, labels)
 
 
-LOOKUPS = _counter("lookups", "Requests looked up, by result (hit, partial, miss, timeout, opt_out).", "result")
+LOOKUPS = _counter(
+    "lookups", "Requests looked up, by result (hit, partial, miss, timeout, opt_out).", "result"
+)
 HIT_TOKENS = _counter("hit_tokens", "Prompt tokens loaded instead of computed, by tier.", "tier")
 MISSED_TOKENS = _counter("missed_tokens", "Prompt tokens that neither the engine nor the cache had.")
 LOAD_BYTES = _counter("load_bytes", "Bytes read from files and copied to the device.")
@@ -43,22 +45,47 @@ LOAD_SECONDS = _counter("load_seconds", "Seconds from submission to completion, 
 STORE_BYTES = _counter("store_bytes", "Bytes copied from the device and published as files.")
 STORE_BLOCKS = _counter("store_blocks", "Storage blocks published.")
 STORE_SECONDS = _counter("store_seconds", "Seconds from submission to completion, summed over store jobs.")
-LOAD_FAILURES = _counter("load_failures", "Storage blocks that failed to load, by fault and errno.", "fault", "errno")
-STORE_FAILURES = _counter("store_failures", "Storage blocks that failed to store, by fault and errno.", "fault", "errno")
+LOAD_FAILURES = _counter(
+    "load_failures", "Storage blocks that failed to load, by fault and errno.", "fault", "errno"
+)
+STORE_FAILURES = _counter(
+    "store_failures", "Storage blocks that failed to store, by fault and errno.", "fault", "errno"
+)
 CHECKSUM_FAILURES = _counter("checksum_failures", "Blocks whose bytes did not match their digest.")
 RECOMPUTED_BLOCKS = _counter("recomputed_blocks", "Storage blocks computed again because their load failed.")
 STORES_DROPPED = _counter("stores_dropped", "Storage blocks not stored on purpose, by reason.", "reason")
 QUARANTINED = _counter("quarantined_files", "Files removed because their bytes were proved wrong.")
-SLOT_LEAKS = _counter("slot_leaks", "Times an idle worker found slots or descriptors missing (a defect of ours).")
-SYSCALL_RETRIES = _counter("io_retries", "Reads and writes issued again (short, interrupted or refused as direct).")
-PROBE_ERRORS = _counter("probe_errors", "Look-ups that the file system answered with an error, by errno.", "errno")
+SLOT_LEAKS = _counter(
+    "slot_leaks", "Times an idle worker found slots or descriptors missing (a defect of ours)."
+)
+SYSCALL_RETRIES = _counter(
+    "io_retries", "Reads and writes issued again (short, interrupted or refused as direct)."
+)
+PROBE_ERRORS = _counter(
+    "probe_errors", "Look-ups that the file system answered with an error, by errno.", "errno"
+)
 
-STAGING_SLOTS = Metric(PREFIX + "staging_slots", Kind.GAUGE, "Staging slots by use (free, load, store, stuck: given up but still owned by the kernel or a helper).", ("use",))
+STAGING_SLOTS = Metric(
+    PREFIX + "staging_slots",
+    Kind.GAUGE,
+    "Staging slots by use (free, load, store, stuck: given up but still owned by the kernel or a helper).",
+    ("use",),
+)
 IO_IN_FLIGHT = Metric(PREFIX + "io_in_flight", Kind.GAUGE, "Reads and writes in flight.")
-QUEUED_BLOCKS = Metric(PREFIX + "queued_blocks", Kind.GAUGE, "Storage blocks waiting, by direction.", ("direction",))
-FALLBACK = Metric(PREFIX + "fallback", Kind.FLAG, "1 while a slower way is used (threads, buffered).", ("mode",))
-STORES_PAUSED = Metric(PREFIX + "stores_paused", Kind.FLAG, "1 while stores are paused (volume full or read-only).")
-DISABLED = Metric(PREFIX + "disabled", Kind.FLAG, "1 if the connector serves without a cache (unsupported model or setting).")
+QUEUED_BLOCKS = Metric(
+    PREFIX + "queued_blocks", Kind.GAUGE, "Storage blocks waiting, by direction.", ("direction",)
+)
+FALLBACK = Metric(
+    PREFIX + "fallback", Kind.FLAG, "1 while a slower way is used (threads, buffered).", ("mode",)
+)
+STORES_PAUSED = Metric(
+    PREFIX + "stores_paused", Kind.FLAG, "1 while stores are paused (volume full or read-only)."
+)
+DISABLED = Metric(
+    PREFIX + "disabled",
+    Kind.FLAG,
+    "1 if the connector serves without a cache (unsupported model or setting).",
+)
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 

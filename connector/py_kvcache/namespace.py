@@ -25,7 +25,9 @@ _SMALL_FILE = 16 << 20
 # Of a file without a header of its own so much is hashed; its size and mtime count besides.
 _HEAD_BYTES = 1 << 20
 # The CPU attention backend packs keys for the instruction set that it finds.
-_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16"})
+_CPU_FLAGS = frozenset(
+    {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16"}
+)
 _HF_NOISE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
 
@@ -95,16 +97,16 @@ def model_identity(model: str, revision: str | None, load_format: str, seed: int
         if marks := weights_mark(model):
             return {"files": marks}
         raise UnsupportedError(
-            f"{model} holds no weight files ({', '.join(_SHARD_ENDINGS)}), so a change of the weights would go "
-            "unseen; use a local copy or a hub name"
+            f"{model} holds no weight files ({', '.join(_SHARD_ENDINGS)}), so a change of the weights would "
+            "go unseen; use a local copy or a hub name"
         )
     commit = _commit_of(model, revision, "config.json", "params.json")
     if commit is None and re.fullmatch("[0-9a-f]{40}", revision or ""):
         commit = revision
     if commit is None:
         raise UnsupportedError(
-            f"the commit of {model} is not in the local hub cache, so a change of the weights would go unseen; "
-            "give --revision as a full commit hash, or use a local folder"
+            f"the commit of {model} is not in the local hub cache, so a change of the weights would go "
+            "unseen; give --revision as a full commit hash, or use a local folder"
         )
     return {"commit": commit}
 
@@ -240,7 +242,10 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
         "prefix_hash": vllm_api.hash_facts(vllm_config),
         "speculative": None
         if spec is None
-        else [str(getattr(spec, name, None)) for name in ("method", "model", "revision", "num_speculative_tokens")],
+        else [
+            str(getattr(spec, name, None))
+            for name in ("method", "model", "revision", "num_speculative_tokens")
+        ],
         "lora": vllm_config.lora_config is not None,
     }
 
@@ -276,5 +281,7 @@ class Spaces:
 
     def name(self, adapter: str | None) -> str:
         """Folder name of the namespace. Call only when ``known``."""
-        assert self._layouts is not None, "asked for a namespace before the workers described their KV tensors"
+        assert self._layouts is not None, (
+            "asked for a namespace before the workers described their KV tensors"
+        )
         return namespace_name(str(self._facts["model"]), digest(self.fields(adapter)))

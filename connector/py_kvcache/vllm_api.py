@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -93,7 +96,7 @@ class Version:
 def vllm_version() -> Version:
     """Parse ``vllm.__version__``; development builds without numbers count as unsupported (0.0)."""
     text = str(vllm.__version__)
-    parts = text.split("+")[0].split(".")
+    parts = text.split("+", maxsplit=1)[0].split(".")
     try:
         return Version(int(parts[0]), int(parts[1]), text)
     except (ValueError, IndexError):
@@ -176,7 +179,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any, block_tokens: int
         return f'kv_role is {transfer.kv_role!r}; py-kvcache needs "kv_role": "kv_both"'
     return (
         _unsupported_engine(vllm_config)
-        or _unsupported_groups(vllm_config, kv_cache_config, block_tokens)
+        or _unsupported_groups(kv_cache_config, block_tokens)
         or _unsupported_hashes(vllm_config)
     )
 
@@ -191,7 +194,7 @@ def _unsupported_engine(vllm_config: Any) -> str | None:
         if getattr(parallel, name, 1) > 1:
             return f"{label} ({name}={getattr(parallel, name)}) is not supported yet; set it to 1"
     if getattr(cache, "calculate_kv_scales", False):
-        return "calculate_kv_scales makes fp8 scales at run time, so stored bytes lose their meaning; turn it off"
+        return "calculate_kv_scales makes fp8 scales at run time, so stored bytes mean nothing; turn it off"
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "weight transfer changes the weights without telling a connector; serve without it"
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
@@ -202,12 +205,12 @@ def _unsupported_engine(vllm_config: Any) -> str | None:
     return None
 
 
-def _unsupported_groups(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> str | None:
+def _unsupported_groups(kv_cache_config: Any, block_tokens: int) -> str | None:
     groups = kv_cache_config.kv_cache_groups
     names = _spec_names(kv_cache_config)
     if len(groups) != 1:
         kinds = ", ".join(sorted({n for group in names for n in group})) or "none"
-        return f"models with {len(groups)} KV cache groups ({kinds}) are not supported yet; only full attention is"
+        return f"models with {len(groups)} KV cache groups ({kinds}) are not supported yet, only one is"
     if not set(names[0]) <= _FULL_ATTENTION:
         return f"KV cache of kind {', '.join(names[0])} is not supported yet; only full attention and MLA are"
     spec = groups[0].kv_cache_spec
@@ -225,8 +228,9 @@ def _unsupported_hashes(vllm_config: Any) -> str | None:
     facts = hash_facts(vllm_config)
     if facts["seed"] is None:
         return (
-            f"prefix hashes ({facts['algorithm']}, vLLM {vllm_version().text}) start from a random seed in each "
-            "process, so nothing stored is ever found again; set PYTHONHASHSEED=0 in the environment of every engine"
+            f"prefix hashes ({facts['algorithm']}, vLLM {vllm_version().text}) start from a random seed in "
+            "each process, so nothing stored is ever found again; set PYTHONHASHSEED=0 in the environment "
+            "of every engine"
         )
     return None
 

@@ -1,7 +1,7 @@
 """A real vLLM in this process, driven by JSON lines: one request a line in, one answer a line out.
 
-Started by tests/engine/session.py. In one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that faults can be put
-between a hit and its load and every loaded block compared byte for byte with its file.
+Started by tests/engine/session.py. In one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that faults can
+be put between a hit and its load and every loaded block compared byte for byte with its file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
 
 def import_vllm() -> None:
     """All that an engine imports while it starts, so that forks of this process need not."""
@@ -59,10 +60,18 @@ class Driver:
             self._watch()
         return {"seconds": time.monotonic() - began, "connector": type(self.connector).__name__}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8, n: int = 1, **more: Any) -> dict[str, Any]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, n: int = 1, **more: Any
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "n": n, "detokenize": False}
+        params = {
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "n": n,
+            "detokenize": False,
+        }
         if n > 1:
             params.update(temperature=1.0, seed=7)
         extra = more.get("extra_args")
@@ -182,19 +191,56 @@ class Driver:
         return {"ok": True}
 
     def metrics(self) -> dict[str, Any]:
-        return {"names": [m.name for m in self.llm.get_metrics()]}
+        """Values of vLLM's counters and gauges by name, summed over labels."""
+        values: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                values[metric.name] = values.get(metric.name, 0.0) + metric.value
+        return {"names": list(values), "values": values}
 
-    def trace_lookup(self, p):
-        m = self.connector_scheduler.manager
-        out=[]
-        o=m.lookup
-        def lk(key, ctx):
-            r=o(key,ctx); st=m._requests[ctx.req_id]; out.append((key.hex()[:8], r.name, st.space, st.ticket, st.gave_up, len(st.absent))); return r
-        m.lookup=lk
-        self.reset_prefix_cache()
-        self.generate([p])
-        m.lookup=o
-        return {"o":out}
+    def save_model(self, folder: str, seed: int) -> dict[str, Any]:
+        """Random float32 weights for the config.json in the folder, as transformers saves them."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        return {"ok": True}
+
+    def save_adapter(self, folder: str, model: str, seed: int) -> dict[str, Any]:
+        """A LoRA adapter on queries and values, strong enough to change the text."""
+        import torch
+        from safetensors.torch import save_file
+
+        with open(os.path.join(model, "config.json")) as file:
+            config = json.load(file)
+        hidden, width = config["hidden_size"], config["head_dim"]
+        outputs = {"q_proj": config["num_attention_heads"] * width, "v_proj": config["num_key_value_heads"] * width}
+        torch.manual_seed(seed)
+        tensors = {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, rows in outputs.items():
+                stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                tensors[f"{stem}.lora_A.weight"] = torch.randn(8, hidden)
+                tensors[f"{stem}.lora_B.weight"] = torch.randn(rows, 8)
+        os.makedirs(folder, exist_ok=True)
+        save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))
+        with open(os.path.join(folder, "adapter_config.json"), "w") as file:
+            json.dump({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": sorted(outputs)}, file)
+        return {"ok": True}
+
+    def version(self) -> dict[str, Any]:
+        import vllm
+
+        return {"text": vllm.__version__}
+
+    def stop(self) -> dict[str, Any]:
+        """End the engine in order."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        return {"ok": True}
 
     # ---- access
 
@@ -297,6 +343,10 @@ def main() -> None:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(answer) + "\n")
+    driver.stop()
+    # Python's own end takes ten seconds with all that vLLM imports.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,22 @@ Run as a program it serves fork requests from the socket on descriptor 0 until t
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from session import CONNECTOR, HERE, Session
+from session import CONNECTOR, HERE, Session, tiny_model
 
 
 class Nursery:
@@ -30,10 +34,10 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
             stdin=theirs, stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(CONNECTOR), "PYTHONHASHSEED": "0"},
+            env={**os.environ, "PYTHONPATH": str(CONNECTOR)},
         )  # fmt: skip
         theirs.close()
-        self._socket.settimeout(300)
+        self._socket.settimeout(300)  # the first fork waits for the imports
 
     def fork(self, env: dict[str, str], descriptors: list[int]) -> int:
         """A process with these as standard input, output and error; its id."""
@@ -63,6 +67,13 @@ class ForkedSession(Session):
         threading.Thread(target=self._read_log, daemon=True).start()
 
 
+    def __enter__(self) -> ForkedSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class _Process:
     """As much of subprocess.Popen as Session uses, for a process that is not our child."""
 
@@ -73,13 +84,46 @@ class _Process:
         self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
 
     def wait(self, timeout: float | None = None) -> None:
-        import select
-
         if not select.select([self._pidfd], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("engine", timeout or 0)
 
     def kill(self) -> None:
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+_nursery: Nursery | None = None
+
+
+def session(env: dict[str, str] | None = None) -> ForkedSession:
+    """A process without an engine yet; the first call starts the nursery."""
+    global _nursery
+    if _nursery is None:
+        _nursery = Nursery()
+        atexit.register(_nursery.close)
+    return ForkedSession(_nursery, env)
+
+
+@contextlib.contextmanager
+def engine(arguments: dict[str, Any], env: dict[str, str] | None = None) -> Iterator[Session]:
+    """session.engine, started in a fork."""
+    forked = session({"PYTHONHASHSEED": "0", **(env or {})})
+    try:
+        forked.call("start", **arguments)
+        yield forked
+    finally:
+        forked.close()
+
+
+def real_model(folder: Path, seed: int = 1, **changes: Any) -> str:
+    """A tiny model with saved random weights.
+
+    With load_format="dummy" the weights are so small that the text does not depend on the prefix at all,
+    and wrong blocks would go unnoticed; with these a single other token changes it.
+    """
+    path = tiny_model(folder, **{"initializer_range": 0.1, **changes})
+    with session() as helper:
+        helper.call("save_model", folder=path, seed=seed)
+    return path
 
 
 def serve() -> None:
@@ -102,10 +146,10 @@ def serve() -> None:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        os.environ.pop("PYTHONHASHSEED", None)
         os.environ.update(json.loads(request))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        driver.main()
-        return
+        driver.main()  # does not return
 
 
 if __name__ == "__main__":

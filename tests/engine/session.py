@@ -87,27 +87,52 @@ def tiny_model(folder: Path, **changes: Any) -> str:
     """A Llama of four small layers; with load_format="dummy" its weights come from the seed."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024,
-        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32",
-        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "hidden_act": "silu",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return str(folder)
 
 
-def engine_arguments(model: str, root: str | None, *, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
+def engine_arguments(
+    model: str, root: str | None, *, extra: dict[str, Any] | None = None, **changes: Any
+) -> Any:
     """Arguments for vllm.LLM; without a root there is no connector."""
     arguments: dict[str, Any] = {
-        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32",
-        "enforce_eager": True, "max_model_len": 8192, "max_num_batched_tokens": 2048, "block_size": 32,
-        "enable_prefix_caching": False, "seed": 0, "disable_log_stats": False,
-    }  # fmt: skip
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 2048,
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
     if root is not None:
         arguments["kv_transfer_config"] = {
-            "kv_connector": "PyKvCacheConnector", "kv_connector_module_path": "py_kvcache.connector",
-            "kv_role": "kv_both", "kv_connector_extra_config": {"root": root, "block_tokens": 64, **(extra or {})},
-        }  # fmt: skip
+            "kv_connector": "PyKvCacheConnector",
+            "kv_connector_module_path": "py_kvcache.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"root": root, "block_tokens": 64, **(extra or {})},
+        }
     return {**arguments, **changes}
 
 

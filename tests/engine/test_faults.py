@@ -113,6 +113,8 @@ def test_aborted_requests_leave_no_slot_no_job_and_a_working_engine(
 def test_64_long_requests_aborted_while_they_wait_do_not_kill_the_engine(
     warm: Session, cold: dict[int, Any]
 ) -> None:
-    assert warm.call("abort_after", prompts=[prompt(4000, seed=2000 + i) for i in range(64)], steps=2)["drained"]
+    assert warm.call("abort_after", prompts=[prompt(4000, seed=2000 + i) for i in range(64)], steps=2)[
+        "drained"
+    ]
     assert warm.generate([prompt(LENGTH, seed=19)])["tokens"] == cold[19]
     assert warm.call("settle")["wrong"] == []

@@ -47,7 +47,9 @@ def test_three_slots_serve_64_requests_of_6000_tokens(tiny: str, tmp_path: Path)
     slot = 64 * 1024 + 4096
     # 64 tokens x 4 layers x 2 (keys, values) x 2 heads x 64 x 4 bytes = 262,144 bytes a block, and a footer.
     slot = 262_144 + 4096
-    arguments = engine_arguments(tiny, str(tmp_path), extra={"staging_bytes": 3 * slot + 100, "open_lookahead": 8})
+    arguments = engine_arguments(
+        tiny, str(tmp_path), extra={"staging_bytes": 3 * slot + 100, "open_lookahead": 8}
+    )
     documents = [prompt(6000, seed=i) for i in range(2)]
     with engine(arguments) as session:
         first = [session.generate([d], max_tokens=1)["tokens"][0] for d in documents]
@@ -77,7 +79,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_volume_costs_stores_and_nothing_else(tiny: str, small_volume: Path, cold: Any) -> None:
     prompts, expected = cold
-    with engine(engine_arguments(tiny, str(small_volume), extra={"store_stop_at": 1, "store_resume_at": 1})) as session:
+    with engine(
+        engine_arguments(tiny, str(small_volume), extra={"store_stop_at": 1, "store_resume_at": 1})
+    ) as session:
         for _ in range(2):
             assert [session.generate([p], max_tokens=40)["tokens"][0] for p in prompts] == expected
         end = session.call("settle")
@@ -87,14 +91,17 @@ def test_a_full_volume_costs_stores_and_nothing_else(tiny: str, small_volume: Pa
 
 def test_stores_stop_at_the_watermark(tiny: str, small_volume: Path, cold: Any) -> None:
     prompts, expected = cold
-    with engine(engine_arguments(tiny, str(small_volume), extra={"store_stop_at": 0.6, "store_resume_at": 0.5})) as s:
+    with engine(
+        engine_arguments(tiny, str(small_volume), extra={"store_stop_at": 0.6, "store_resume_at": 0.5})
+    ) as s:
         assert [s.generate([p], max_tokens=40)["tokens"][0] for p in prompts] == expected
         end = s.call("settle")
     used = sum(f.stat().st_size for f in small_volume.rglob("*.bin"))
     assert 0 < used <= 0.6 * 3 * 2**20 + 2 * 266_240
-    assert end["dropped"].get("store/paused", 0) + sum(
-        v for k, v in end["failures"].items() if "paused" in k
-    ) > 0
+    assert (
+        end["dropped"].get("store/paused", 0) + sum(v for k, v in end["failures"].items() if "paused" in k)
+        > 0
+    )
 
 
 def test_two_engines_on_one_root_at_the_same_time(tiny: str, tmp_path: Path, cold: Any) -> None:
@@ -144,7 +151,9 @@ def test_inside_multi_connector_a_failed_load_is_a_recompute(tiny: str, tmp_path
 
 def test_the_thread_ring_serves_the_same_text(tiny: str, tmp_path: Path, cold: Any) -> None:
     prompts, expected = cold
-    with engine(engine_arguments(tiny, str(tmp_path), extra={"ring": "threads", "checksum": False})) as session:
+    with engine(
+        engine_arguments(tiny, str(tmp_path), extra={"ring": "threads", "checksum": False})
+    ) as session:
         for _ in range(2):
             assert session.generate(prompts, max_tokens=40)["tokens"] == expected
         end = session.call("settle")

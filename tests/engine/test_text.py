@@ -56,7 +56,9 @@ def test_the_connector_changes_nothing_while_it_stores(cold: dict[str, Any], sto
     assert stored["two"] == cold["two"]
 
 
-def test_whole_blocks_of_prompts_are_stored_and_every_slot_comes_back(stored: dict[str, Any], root: Path) -> None:
+def test_whole_blocks_of_prompts_are_stored_and_every_slot_comes_back(
+    stored: dict[str, Any], root: Path
+) -> None:
     chains = {tuple(prompt(n, seed=n)[: k * BLOCK]) for n in LENGTHS for k in range(1, n // BLOCK + 1)}
     chains |= {tuple(p[: k * BLOCK]) for p in MIXED for k in range(1, len(p) // BLOCK + 1)}
     chains |= {tuple(prompt(700, seed=9)[: k * BLOCK]) for k in (1, 2)}
@@ -75,7 +77,9 @@ def test_a_reloaded_prefix_gives_the_cold_text(
     answer = again.generate([prompt(length, seed=length)])
     assert answer["tokens"] == cold["alone"][number]
     # vLLM computes at least the last prompt token itself.
-    assert answer["cached"][0] >= (length // BLOCK) * BLOCK - 1 if length >= BLOCK else answer["cached"] == [0]
+    assert (
+        answer["cached"][0] >= (length // BLOCK) * BLOCK - 1 if length >= BLOCK else answer["cached"] == [0]
+    )
 
 
 def test_a_batch_of_mixed_lengths_gives_the_cold_text(again: Session, cold: dict[str, Any]) -> None:

@@ -51,11 +51,12 @@ def test_a_refusal_at_any_stage_names_stage_errno_and_folder(disk_folder, monkey
             refuse()
         return real_open(path, flags & ~os.O_DIRECT, *rest)
 
-    monkeypatch.setattr(os, "open", open_)
-    if stage != "open for writing":
-        monkeypatch.setattr(os, "pwritev" if stage == "write" else "preadv", refuse)
     before = len(os.listdir("/proc/self/fd"))
-    probed = probe_direct(disk_folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_)
+        if stage != "open for writing":
+            patch.setattr(os, "pwritev" if stage == "write" else "preadv", refuse)
+        probed = probe_direct(disk_folder)
     assert not probed.ok
     assert not probed.direct
     assert probed.errno == errno.EINVAL

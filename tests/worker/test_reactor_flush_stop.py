@@ -74,8 +74,8 @@ def test_a_flush_drops_only_what_was_not_copied_in_time(rig):
     assert flush.answered.is_set()
     r.world.release()
     r.run()
-    assert r.faults(1) == dict.fromkeys(range(2, 6), Fault.CANCELLED)
-    assert [r.stored(1, n) for n in range(2)] == [True, True]
+    assert r.faults(1) == dict.fromkeys(range(3, 6), Fault.CANCELLED)
+    assert [r.stored(1, n) for n in range(3)] == [True, True, True]
     r.assert_idle()
 
 
@@ -89,8 +89,8 @@ def test_flushed_stores_go_before_others(rig):
     r.world.release()
     r.run(40)
     copied = [path for op, path in r.world.log if op == "copy_out"]
-    assert copied[:1] == ["(0, 0)"]
-    assert copied[1:3] == ["(4, 0)", "(4, 1)"]
+    assert copied[:2] == ["(0, 0)", "(0, 1)"]
+    assert copied[2:4] == ["(4, 0)", "(4, 1)"]
 
 
 def test_a_flush_of_a_load_waits_for_its_end_and_the_deadline_bounds_that(rig):
@@ -147,8 +147,8 @@ def test_stopping_finishes_begun_stores_and_cancels_the_rest(rig):
     r.world.release()
     r.run(20)
     assert r.reactor.stopped
-    assert r.faults(1) == dict.fromkeys(range(2, 6), Fault.CANCELLED)
-    assert [r.stored(1, n) for n in range(2)] == [True, True]
+    assert r.faults(1) == dict.fromkeys(range(3, 6), Fault.CANCELLED)
+    assert [r.stored(1, n) for n in range(3)] == [True, True, True]
     assert r.reactor.stop(0)
     r.assert_idle()
 

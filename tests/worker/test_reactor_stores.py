@@ -79,7 +79,7 @@ def test_a_slot_comes_back_as_soon_as_its_write_has_ended(rig):
     r.assert_idle()
 
 
-def test_stores_leave_the_reserved_slots_and_half_the_depth_alone(rig):
+def test_stores_leave_the_reserved_slots_alone_and_keep_to_the_io_depth(rig):
     r = rig(slots=10, reserve=7, io_depth=16)
     r.world.rule("write", HOLD)
     r.store(1, 50)
@@ -89,18 +89,19 @@ def test_stores_leave_the_reserved_slots_and_half_the_depth_alone(rig):
     r.world.rule("write", HOLD)
     r.store(1, 50)
     r.run(20)
-    assert len(r.world.held("write")) == 3
+    assert len(r.world.held("write")) == 6
 
 
-def test_reads_and_begun_stores_together_keep_to_the_io_depth(rig):
-    r = rig(slots=20, reserve=8, io_depth=8, lookahead=16)
+@pytest.mark.parametrize(("reserve", "reads"), [(8, 8), (3, 3), (12, 8)])
+def test_hung_writes_leave_loads_their_reserve_and_no_more(rig, reserve, reads):
+    r = rig(slots=20, reserve=reserve, io_depth=8, lookahead=16)
     r.world.rule("write", HOLD)
     r.world.rule("read", HOLD)
     r.store(1, 50)
     r.run(20)
     r.load(2, 50)
     r.run(20)
-    assert (len(r.world.held("write")), len(r.world.held("read"))) == (4, 4)
+    assert (len(r.world.held("write")), len(r.world.held("read"))) == (8, reads)
 
 
 def test_unfinished_files_are_bounded_however_slow_publishing_is(rig):

@@ -38,6 +38,7 @@ logger = logging.getLogger("vllm.py_kvcache.manager")
 ABSENT_FOR_S = 1.0
 # Stands in place of the identity of a LoRA adapter whose files cannot be read.
 
+
 class Manager(OffloadingManager):  # type: ignore[misc]
     """One per engine, in the scheduler process; called by one thread."""
 
@@ -158,7 +159,11 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.MISS
         space = state.space
         if space is None:
-            return LookupResult.MISS if state.gave_up or self._names.in_vain(state.adapter_key) else self._later(state)
+            return (
+                LookupResult.MISS
+                if state.gave_up or self._names.in_vain(state.adapter_key)
+                else self._later(state)
+            )
         presence = self._index.presence((space, key), self._now)
         if presence is Presence.SEEN:
             return LookupResult.HIT

@@ -99,7 +99,8 @@ class Prober:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[ChainAnswer] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, name=f"py-kvcache-probe-{n}", daemon=True) for n in range(threads)
+            threading.Thread(target=self._serve, name=f"py-kvcache-probe-{n}", daemon=True)
+            for n in range(threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -105,12 +105,12 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
     if reason is not None:
         fallbacks["threads"] = reason
     for mode, why in fallbacks.items():
-        log.warning("py-kvcache: slower I/O (%s) is used: %s; `py-kvcache doctor %s` tells more", mode, why, root)
+        log.warning(
+            "py-kvcache: slower I/O (%s) is used: %s; `py-kvcache doctor %s` tells more", mode, why, root
+        )
     trace = open_trace(rank)
     device = make_device(kv_caches, page_map, waker.wake)
-    staging = StagingPool(
-        device.allocate(plan.nbytes), slot_bytes, reserve_for_loads=plan.reserve_for_loads
-    )
+    staging = StagingPool(device.allocate(plan.nbytes), slot_bytes, reserve_for_loads=plan.reserve_for_loads)
     publisher = Publisher(FileOps(), _publish_settings(config, direct), waker.wake)
     checksum = Checksummer(config.checksum_threads, waker.wake, enabled=config.checksum)
     reactor = Reactor(

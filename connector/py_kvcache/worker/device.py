@@ -34,10 +34,10 @@ class Device(Protocol):
     poll_s: float | None  # how often to ask events; None: the device wakes the reactor itself
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Staging memory: one-dimensional uint8, aligned to 4,096 bytes, pinned where that means something."""
+        """Staging memory: one-dimensional uint8, aligned to 4,096 bytes, pinned where that matters."""
 
     def record(self) -> Any:
-        """In vLLM's thread, at submission: an event behind all work launched so far; None if there is none."""
+        """In vLLM's thread, at submission: an event behind all work launched so far, or None."""
 
     def load(self, copies: Sequence[SlotCopy]) -> Event:
         """Slots to device, as one batch."""

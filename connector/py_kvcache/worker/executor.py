@@ -114,7 +114,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._quarantined += sum(outcome.removed for outcome in parts.publisher.outcomes())
         counters = parts.reactor.snapshot()
         fallbacks = {**parts.fallbacks, **({"buffered": ""} if counters.direct_refused else {})}
-        report.samples = self._reporter.samples(counters, fallbacks, parts.publisher.paused, self._quarantined)
+        report.samples = self._reporter.samples(
+            counters, fallbacks, parts.publisher.paused, self._quarantined
+        )
         return report
 
     def step_began(self) -> None:
@@ -170,7 +172,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             self._invalid.update(int(block) for block in blocks.block_ids)
         self._jobs[job_id] = _Submitted(plan, ())
         failed = BlockError(Fault.CANCELLED, plan.space, detail=str(error))
-        self._refused.append(JobResult(job_id, kind, tuple((n, failed) for n in range(len(plan.keys))), 0, 0.0))
+        self._refused.append(
+            JobResult(job_id, kind, tuple((n, failed) for n in range(len(plan.keys))), 0, 0.0)
+        )
 
     def _settle(self, result: JobResult) -> TransferResult:
         submitted = self._jobs.pop(result.job_id)
@@ -192,4 +196,6 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
 
 
 def _block_ids(chunks: tuple[Chunk, ...], ordinals: Iterable[int]) -> set[int]:
-    return {int(block) for ordinal in ordinals if ordinal < len(chunks) for block in chunks[ordinal].block_ids}
+    return {
+        int(block) for ordinal in ordinals if ordinal < len(chunks) for block in chunks[ordinal].block_ids
+    }

@@ -122,8 +122,11 @@ class Loads:
                 heappop(opened)
                 continue
             reading = census[LoadState.READING]
-            # One read may always go: stores must not keep loads waiting, whatever the depth is.
-            if reading and reading + sum(census[state] for state in _STORING) >= self._settings.io_depth:
+            # The reserved slots' reads may always go: stores must not keep loads waiting, however full
+            # the depth is of writes.
+            busy = reading + sum(census[state] for state in _STORING)
+            free = reading < core.staging.reserve_for_loads or busy < self._settings.io_depth
+            if reading >= self._settings.io_depth or not free:
                 return
             if not self._budget.allows(core.now):
                 return

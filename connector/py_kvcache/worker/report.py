@@ -9,7 +9,6 @@ from py_kvcache import metrics
 from py_kvcache.worker.counters import Counters
 
 
-
 def totals(counters: Counters) -> dict[tuple[str, metrics.Labels], float]:
     """All counters since the start, by metric and labels."""
     out: dict[tuple[str, metrics.Labels], float] = {

@@ -82,7 +82,9 @@ def plan_slots(
             f"staging memory holds {slots} slots of {slot_bytes} bytes: io_depth is {depth} instead of "
             f"{io_depth}, copy headroom {headroom} instead of {copy_headroom}"
         )
-    return SlotPlan(slots, depth, slots - depth, slots // 2, slot_bytes, tuple(warnings))
+    # What stores leave alone: enough to begin reads at once however many writes hang, and no more, since
+    # without loads stores should have the whole depth.
+    return SlotPlan(slots, depth, slots - depth, slots - depth, slot_bytes, tuple(warnings))
 
 
 class StagingPool:

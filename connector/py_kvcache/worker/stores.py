@@ -45,8 +45,6 @@ class Stores:
         self._jobs: deque[Running] = deque()
         self._copies: list[tuple[DeviceEvent, Transfer]] = []
         self._budget = RateBudget(core.settings.store_bytes_per_s)
-        # Half the depth: however many writes hang, reads have the other half at once.
-        self._max_in_slot = max(1, core.settings.io_depth // 2)
 
     # ---- what the reactor calls
 
@@ -80,8 +78,6 @@ class Stores:
                 jobs.popleft()
                 continue
             in_slot = sum(census[state] for state in _IN_SLOT)
-            if in_slot >= self._max_in_slot:
-                return
             # A store counts from the launch of its copy, so that no slot waits for depth afterwards.
             if in_slot and in_slot + census[LoadState.READING] >= self._settings.io_depth:
                 return

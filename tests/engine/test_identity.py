@@ -1,0 +1,194 @@
+"""Equal tokens are not equal blocks: what changes the bytes changes the namespace, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import engine, real_model, session
+from session import EngineError, Session, engine_arguments, prompt
+
+BLOCK = 64
+# 13 blocks of ours and 26 of the engine, so that both caches end at the same token.
+LENGTH = 13 * BLOCK + 20
+CACHED = 13 * BLOCK
+PROMPT = prompt(LENGTH, seed=1)
+OPT_OUT = {"kv_transfer_params": {"py_kvcache": {"load": False, "store": False}}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return real_model(tmp_path_factory.mktemp("identity") / "model")
+
+
+def real(model: str, root: Path, **changes: Any) -> dict[str, Any]:
+    return engine_arguments(model, str(root), load_format="auto", **changes)
+
+
+def namespaces(root: Path) -> set[str]:
+    """Folders that hold blocks."""
+    return {file.parents[2].name for file in root.rglob("*.bin")}
+
+
+@pytest.fixture(scope="module")
+def first(model: str, root: Path) -> dict[str, Any]:
+    """What the engine that stored everything said, with the first weights in float32."""
+    with engine(real(model, root)) as started:
+        answer = started.generate([PROMPT])
+        started.call("settle")
+        return {**answer, "spaces": namespaces(root)}
+
+
+def misses_then_hits(started: Session, root: Path, known: set[str]) -> set[str]:
+    """A clean miss, and afterwards the engine's own blocks in a namespace of their own; returns all."""
+    assert started.generate([PROMPT])["cached"] == [0]
+    end = started.call("settle")
+    assert end["loaded_blocks"] == 0 and end["failures"] == {}
+    spaces = namespaces(root)
+    assert len(spaces) == len(known) + 1 and spaces > known
+    return spaces
+
+
+def test_a_restart_with_another_block_length_is_a_clean_miss(
+    model: str, root: Path, first: dict[str, Any]
+) -> None:
+    with engine(real(model, root, extra={"block_tokens": 2 * BLOCK})) as started:
+        misses_then_hits(started, root, namespaces(root))
+        assert started.generate([PROMPT])["tokens"] == first["tokens"]
+        assert started.call("settle")["wrong"] == []
+
+
+def same_as_vllms_own_cache(started: Session) -> None:
+    """Text with a prefix from files equals text with the same prefix from vLLM's own cache."""
+    own = started.generate([PROMPT])
+    assert own["cached"] == [CACHED]
+    before = started.call("stats")["loaded_blocks"]
+    assert started.call("reset_prefix_cache")["ok"]
+    ours = started.generate([PROMPT])
+    end = started.call("settle")
+    assert end["loaded_blocks"] == before + CACHED // BLOCK, "the prefix came from files"
+    assert ours["cached"] == own["cached"]
+    assert ours["tokens"] == own["tokens"]
+    assert end["checked"] == CACHED // BLOCK and end["wrong"] == [], "every block equals its file"
+
+
+def test_bfloat16_misses_float32_blocks_and_then_equals_vllms_own_prefix_caching(
+    model: str, root: Path, first: dict[str, Any]
+) -> None:
+    with engine(real(model, root, dtype="bfloat16", enable_prefix_caching=True)) as started:
+        misses_then_hits(started, root, namespaces(root))
+        same_as_vllms_own_cache(started)
+
+
+def test_a_quantised_kv_cache_misses_others_and_then_equals_vllms_own_prefix_caching(
+    model: str, root: Path, first: dict[str, Any]
+) -> None:
+    arguments = real(model, root, dtype="bfloat16", kv_cache_dtype="fp8", enable_prefix_caching=True)
+    with session({"PYTHONHASHSEED": "0"}) as started:
+        try:
+            started.call("start", **arguments)
+        except EngineError as error:
+            if "py-kvcache" in str(error).splitlines()[0]:
+                raise
+            pytest.skip(f"this CPU engine takes no fp8 KV cache: {str(error).splitlines()[0]}")
+        misses_then_hits(started, root, namespaces(root))
+        same_as_vllms_own_cache(started)
+
+
+def test_the_same_engine_hits_after_all_of_these(model: str, root: Path, first: dict[str, Any]) -> None:
+    with engine(real(model, root)) as started:
+        answer = started.generate([PROMPT])
+        assert (answer["tokens"], answer["cached"]) == (first["tokens"], [CACHED])
+        assert started.call("settle")["wrong"] == []
+
+
+# ---- LoRA
+
+
+@pytest.fixture(scope="module")
+def with_lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Two runs of one engine, between which an adapter's weights change under the same name and path."""
+    folder = tmp_path_factory.mktemp("lora")
+    root, adapter = folder / "cache", str(folder / "adapter")
+    root.mkdir()
+    arguments = real(model, root, enable_lora=True, max_lora_rank=8, max_loras=1)
+    answers: dict[str, Any] = {"root": root}
+    for run, seed in (("before", 1), ("after", 2)):
+        with session({"PYTHONHASHSEED": "0"}) as started:
+            started.call("save_adapter", folder=adapter, model=model, seed=seed)
+            try:
+                started.call("start", **arguments)
+            except EngineError as error:
+                if "py-kvcache" in str(error).splitlines()[0]:
+                    raise
+                pytest.skip(f"this CPU engine takes no LoRA: {str(error).splitlines()[0]}")
+            lora = ["adapter", 1, adapter]
+            answers[run] = {
+                "plain": started.generate([PROMPT]),
+                "lora": started.generate([PROMPT], lora=lora),
+                "settled": started.call("settle"),
+                "again": started.generate([PROMPT], lora=lora),
+                "computed": started.generate([PROMPT], lora=lora, extra_args=OPT_OUT),
+            }
+    yield answers
+
+
+def test_an_adapter_does_not_find_the_plain_models_blocks(with_lora: dict[str, Any]) -> None:
+    before = with_lora["before"]
+    assert before["lora"]["cached"] == [0]
+    assert before["lora"]["tokens"] != before["plain"]["tokens"], "the adapter changes the text"
+    assert (before["again"]["tokens"], before["again"]["cached"]) == (before["lora"]["tokens"], [CACHED])
+
+
+def test_the_same_adapter_name_and_path_with_other_weights_finds_nothing(with_lora: dict[str, Any]) -> None:
+    before, after = with_lora["before"], with_lora["after"]
+    assert after["plain"]["cached"] == [CACHED], "the plain model's blocks are still good"
+    assert after["plain"]["tokens"] == before["plain"]["tokens"]
+    assert after["lora"]["cached"] == [0]
+    assert after["lora"]["tokens"] == after["computed"]["tokens"] != before["lora"]["tokens"]
+    assert after["again"]["cached"] == [CACHED]
+    assert after["settled"]["wrong"] == []
+
+
+# ---- the seed of the prefix hashes
+
+
+def test_without_a_hash_seed_an_engine_hits_after_a_restart_or_says_what_to_set(
+    model: str, tmp_path: Path
+) -> None:
+    arguments = real(model, tmp_path)
+    with session() as started:
+        release = tuple(int(part) for part in started.call("version")["text"].split(".")[:2])
+        if release < (0, 29):
+            with pytest.raises(EngineError, match="set PYTHONHASHSEED=0 in the environment of every engine"):
+                started.call("start", **arguments)
+            return
+        started.call("start", **arguments)
+        expected = started.generate([PROMPT])["tokens"]
+        started.call("settle")
+    with session() as other:
+        other.call("start", **arguments)
+        answer = other.generate([PROMPT])
+        assert (answer["tokens"], answer["cached"]) == (expected, [CACHED])
+
+
+# ---- last, since it changes the model
+
+
+def test_overwritten_weights_are_a_miss_and_the_text_is_the_new_models(
+    model: str, root: Path, first: dict[str, Any]
+) -> None:
+    real_model(Path(model), seed=2)
+    with engine(real(model, root)) as started:
+        new = started.generate([PROMPT])
+        assert new["cached"] == [0]
+        computed = started.generate([PROMPT], extra_args=OPT_OUT)
+        assert computed["cached"] == [0]
+        assert new["tokens"] == computed["tokens"] != first["tokens"]
