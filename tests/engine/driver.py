@@ -216,7 +216,10 @@ class Driver:
         with open(os.path.join(model, "config.json")) as file:
             config = json.load(file)
         hidden, width = config["hidden_size"], config["head_dim"]
-        outputs = {"q_proj": config["num_attention_heads"] * width, "v_proj": config["num_key_value_heads"] * width}
+        outputs = {
+            "q_proj": config["num_attention_heads"] * width,
+            "v_proj": config["num_key_value_heads"] * width,
+        }
         torch.manual_seed(seed)
         tensors = {}
         for layer in range(config["num_hidden_layers"]):

@@ -66,7 +66,6 @@ class ForkedSession(Session):
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._read_log, daemon=True).start()
 
-
     def __enter__(self) -> ForkedSession:
         return self
 

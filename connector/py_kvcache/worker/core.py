@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from py_kvcache.worker.ring import Ring
     from py_kvcache.worker.staging import StagingPool
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.py_kvcache.worker.core")
 
 MAX_RETRIES = 8  # of one operation that was interrupted or refused for the moment
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from py_kvcache.worker.jobs import Transfer
     from py_kvcache.worker.parts import Timeline
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.py_kvcache.worker.journal")
 
 QUIET_S = 60.0
 

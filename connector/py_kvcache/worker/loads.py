@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from py_kvcache.worker.core import Core
     from py_kvcache.worker.parts import Copier, DeviceEvent
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.py_kvcache.worker.loads")
 
 # O_NONBLOCK: opening a FIFO in a block's place would otherwise hang. It is cleared after the open, since
 # io_uring answers EAGAIN instead of waiting for such files. O_NOFOLLOW: a symbolic link could lead anywhere.

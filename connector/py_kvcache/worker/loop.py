@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from py_kvcache.worker.parts import Copier
     from py_kvcache.worker.publish import PublishResult
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.py_kvcache.worker.loop")
 
 MESSAGES_PER_PASS = 64
 DEVICE_GRACE_S = 5.0  # how much longer than its timeout a stop waits for copies on the device

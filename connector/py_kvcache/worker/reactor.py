@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockWork", "Flush", "Job", "JobResult", "Kind", "Reactor", "ReactorSettings"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.py_kvcache.worker.reactor")
 
 
 class Reactor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from py_kvcache.worker.parts import Copier, DeviceEvent
     from py_kvcache.worker.publish import PublishResult
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.py_kvcache.worker.stores")
 
 _IN_SLOT = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
 _UNDER_WAY = (
