@@ -165,9 +165,11 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
     def get_handshake_metadata(self) -> LayoutHandshake:
         return LayoutHandshake(self._layouts)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.executor.step_began()
-        super().start_load_kv(forward_context, **kwargs)
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        # The first call of a step in every version; start_load_kv comes after the forward since 0.29.
+        if self.executor is not None:
+            self.executor.step_began()
+        super().bind_connector_metadata(connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         answer: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)

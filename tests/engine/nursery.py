@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -34,7 +35,8 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
             stdin=theirs, stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(CONNECTOR)},
+            # Without compiled files importing vLLM takes three times as long; some sandboxes forbid them.
+            env={**os.environ, "PYTHONPATH": str(CONNECTOR), "PYTHONDONTWRITEBYTECODE": ""},
         )  # fmt: skip
         theirs.close()
         self._socket.settimeout(300)  # the first fork waits for the imports
@@ -125,11 +127,25 @@ def real_model(folder: Path, seed: int = 1, **changes: Any) -> str:
     return path
 
 
+def _register_models() -> None:
+    """Else vLLM looks at each model class in a new process, which imports vLLM again (once per home folder)."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    for model in (Gemma3ForCausalLM, LlamaForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
+
+
 def serve() -> None:
     """Fork an engine's process for each request."""
     import driver  # sets the environment that vLLM reads when it is imported
 
     driver.import_vllm()
+    _register_models()
+    # An engine collects garbage several times as it starts; it need not look at all that is imported.
+    gc.collect()
+    gc.freeze()
     asked = socket.socket(fileno=os.dup(0))
     while True:
         request, descriptors, _, _ = socket.recv_fds(asked, 65536, 3)

@@ -460,6 +460,21 @@ def test_a_load_that_was_wholly_cancelled_is_a_miss_too_or_it_would_be_tried_for
     assert engine.ask(request) == [MISS]
 
 
+def test_a_chain_that_is_bad_throughout_is_loaded_once_and_not_looked_up_again():
+    engine = Engine()
+    request = engine.admit("a", keys(20))
+    assert found(engine, request, 20) == [HIT] * 20
+    engine.fail_load(request, {request.keys[0]: "missing", **dict.fromkeys(request.keys[1:], "cancelled")})
+    for _ in range(5):
+        assert engine.ask(request) == [MISS]
+        engine.now += 1
+    # Stored again while it computes: the next one hits from the first block on.
+    engine.store(request)
+    engine.manager.complete_store(set(request.keys), request.context)
+    assert engine.ask(engine.admit("b", keys(20))) == [HIT] * 20
+    assert engine.prober.questions == []
+
+
 def test_an_answer_on_its_way_does_not_lift_a_ban():
     engine = Engine()
     request = engine.admit("a", keys(2))

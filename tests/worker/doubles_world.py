@@ -139,8 +139,11 @@ class World:
 
     # ---- ownership of staging bytes
 
+    def address(self, buffer: memoryview) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
     def slot_at(self, buffer: memoryview) -> int:
-        return (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - self.base) // self.slot_bytes
+        return (self.address(buffer) - self.base) // self.slot_bytes
 
     def _own(self, ask: Ask) -> None:
         for buffer in [ask.buffer, *(copy.buffer for copy in ask.extra)]:

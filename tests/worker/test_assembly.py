@@ -23,7 +23,8 @@ from py_kvcache.config import Config, parse_config
 from py_kvcache.errors import ConfigError
 from py_kvcache.layout import block_path, file_bytes, part_dir
 from py_kvcache.worker import assembly
-from py_kvcache.worker.device import regions_of
+from py_kvcache.worker import device as device_module
+from py_kvcache.worker.device import as_bytes, regions_of
 from py_kvcache.worker.jobs import BlockWork, Job, Kind
 from py_kvcache.worker.pages import PageMap, split_chunks
 from py_kvcache.worker.probe import DirectProbe
@@ -31,6 +32,7 @@ from py_kvcache.worker.threads import ThreadRing
 
 SPACE = "model_0123456789abcdef"
 PAGE, BLOCKS, PER_CHUNK = 1000, 16, 2
+KEY = bytes(range(32)) + bytes(4)
 
 
 def settings(root: Path | str = "/cache", **extra: Any) -> Config:
@@ -201,6 +203,57 @@ def test_a_worker_built_from_settings_stores_blocks_and_loads_them_into_others(t
         assert torch.equal(memory[target], before[source])
     assert torch.equal(memory[:10], before[:10])
     assert parts.reactor.snapshot().leaks == 0
+    parts.close(10)
+
+
+@pytest.mark.parametrize("direct", ["off", "auto"])
+def test_three_layers_with_pages_of_1000_bytes_make_aligned_slots_and_files(tmp_path: Path, direct: str):
+    tensors = [SimpleNamespace(tensor=layer) for layer in torch.randint(-128, 128, (3, BLOCKS, PAGE)).char()]
+    refs = [SimpleNamespace(tensor_idx=n, page_size_bytes=PAGE) for n in range(3)]
+    kv = SimpleNamespace(tensors=tensors, group_data_refs=[refs])
+    parts = build(settings(tmp_path, direct_io=direct), kv)
+    slots = parts.reactor._core.staging._slots
+    starts = [as_bytes(slot.buffer).ctypes.data for slot in slots]
+    assert {n % 4096 for slot in slots for n in (slot.offset, len(slot.buffer))} == {0}
+    assert {start % 4096 for start in starts} == {0}
+
+    path = block_path(part_dir(str(tmp_path), SPACE, 0), KEY)
+    work = (BlockWork(path, KEY, 0, split_chunks(np.array([4, 1]), 0, PER_CHUNK)[0]),)
+    parts.reactor.start()
+    parts.reactor.submit(Job(1, Kind.STORE, work, None, time.monotonic() + 20))
+    assert wait_for(parts, 1)[0].failed == ()
+    content = Path(path).read_bytes()
+    assert len(content) == file_bytes(3 * PAGE * PER_CHUNK) == 2 * 4096 + 4096
+    assert content[:6000] == b"".join(t.tensor[b].numpy().tobytes() for t in tensors for b in (4, 1))
+    parts.close(10)
+
+
+def test_a_file_holds_what_was_there_at_submission_though_blocks_are_reused_after_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kv = kv_caches()
+    memory = kv.tensors[0].tensor
+    run = device_module._Batch.run
+    # Copies that begin late, so that what does not wait for them is seen.
+    monkeypatch.setattr(device_module._Batch, "run", lambda batch: (time.sleep(0.05), run(batch)))
+    parts = build(settings(tmp_path), kv)
+    parts.reactor.start()
+    memory.fill_(1)
+    memory[:6] = torch.arange(6, dtype=torch.int8)[:, None]  # what the step computes, just before
+    folder = part_dir(str(tmp_path), SPACE, 0)
+    keys = [bytes([n]) * 32 + bytes(4) for n in range(3)]
+    chunks = split_chunks(np.arange(6), 0, PER_CHUNK)
+    work = tuple(
+        BlockWork(block_path(folder, k), k, n, c) for n, (k, c) in enumerate(zip(keys, chunks, strict=True))
+    )
+    parts.reactor.submit(Job(1, Kind.STORE, work, None, time.monotonic() + 20))
+    parts.reactor.flush({1}, 20)
+    memory.fill_(99)
+    (result,) = wait_for(parts, 1)
+    assert result.failed == ()
+    for n, block in enumerate(work):
+        expected = bytes([2 * n]) * PAGE + bytes([2 * n + 1]) * PAGE
+        assert Path(block.path).read_bytes()[: 2 * PAGE] == expected
     parts.close(10)
 
 

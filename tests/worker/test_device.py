@@ -97,6 +97,19 @@ def test_many_chunks_are_one_batch(rig: Rig):
         assert bytes(slot[: rig.map.payload_bytes]) == rig.expected(chunk)
 
 
+def test_a_block_of_1500_pages_is_copied_whole():
+    """More pieces than an iovec array takes: pages are gathered in the slot, and the file is one piece."""
+    rig = Rig(caches([24] * 500), per_chunk=3)
+    source, target = Chunk(np.array([2, 0, 5]), 0), Chunk(np.array([8, 7, 9]), 0)
+    before = [tensor.tensor.clone() for tensor in rig.kv.tensors]
+    rig.wait(rig.device.store([(rig.slots[0], source, None)]))
+    assert bytes(rig.slots[0][: rig.map.payload_bytes]) == rig.expected(source)
+    rig.wait(rig.device.load([(rig.slots[0], target, None)]))
+    for tensor, old in zip(rig.kv.tensors, before, strict=True):
+        assert torch.equal(tensor.tensor[target.block_ids], old[source.block_ids])
+    rig.device.close()
+
+
 def test_gaps_between_strided_pages_are_never_written():
     rig = Rig(caches([64], gap=32), per_chunk=3)
     whole = rig.kv.tensors[0].tensor.as_strided((BLOCKS, 96), (96, 1))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 
 import pytest
-from worker_doubles import FILE, HOLD, PAYLOAD, Rig, key_of
+from worker_doubles import FILE, HOLD, PAYLOAD, Rig, file_of, key_of
 
 from py_kvcache.errors import Fault
-from py_kvcache.worker.jobs import Kind
+from py_kvcache.worker.jobs import BlockWork, Job, Kind
 from py_kvcache.worker.staging import Use
 
 
@@ -133,6 +133,42 @@ def test_an_idle_reactor_waits_for_ever(rig):
     r.load(1, 3)
     r.run()
     assert r.timeout is None
+
+
+# ---- what the kernel and the device are given
+
+
+@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.STORE])
+def test_every_direct_transfer_is_aligned_though_the_payload_is_not(rig, kind):
+    r = rig(direct=True)
+    op = "read" if kind is Kind.LOAD else "write"
+    r.world.rule(op, 5000, times=3)  # short, so that some are continued
+    if kind is Kind.LOAD:
+        r.load(1, 9)
+    else:
+        r.store(1, 9)
+    r.run()
+    assert r.results[1].failed == ()
+    asked = [ask for ask in r.world.asked if ask.op == op]
+    assert len(asked) == 12
+    for ask in asked:
+        start = r.world.address(ask.buffer) - r.world.base
+        assert (start % 4096, len(ask.buffer) % 4096, ask.offset % 4096) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.STORE])
+def test_every_copy_gets_the_event_that_was_recorded_when_its_job_was_submitted(rig, kind):
+    r = rig()
+    for number in (1, 2):
+        if kind is Kind.LOAD:
+            r.world.files.update({r.path(number, n): file_of((number, n), n) for n in range(3)})
+        blocks = tuple(BlockWork(r.path(number, n), key_of((number, n)), n, (number, n)) for n in range(3))
+        r.hand_in(Job(10 + number, kind, blocks, f"event {number}", r.clock.now + 30))
+    r.run()
+    copies = [copy for ask in r.world.asked for copy in ask.extra]
+    assert {(copy.pages, copy.after) for copy in copies} == {
+        ((number, n), f"event {number}") for number in (1, 2) for n in range(3)
+    }
 
 
 # ---- short and interrupted reads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -14,6 +15,7 @@ import pytest
 from py_kvcache.errors import Fault
 from py_kvcache.layout import block_path, file_bytes, part_dir
 from py_kvcache.worker.checksum import Checksummer
+from py_kvcache.worker.core import set_file_flags
 from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.inbox import Inbox
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
@@ -58,14 +60,14 @@ def has_io_uring(tmp_path_factory):
 
 
 class Worker:
-    def __init__(self, root: Path, kind: str, **more) -> None:
+    def __init__(self, root: Path, kind: str, shift: int = 0, **more) -> None:
         self.root = root
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.waker: Inbox[None] = Inbox(self.wake_fd)
         self.ring = UringRing(64, self.wake_fd) if kind == "io_uring" else ThreadRing(6, self.wake_fd)
         size = file_bytes(PAYLOAD)
         direct = probe_direct(str(root)).direct
-        self.memory = memoryview(mmap.mmap(-1, SLOTS * size))
+        self.memory = memoryview(mmap.mmap(-1, shift + SLOTS * size))[shift:]
         self.staging = StagingPool(self.memory, size, reserve_for_loads=3)
         self.device = Memory()
         self.checksum = Checksummer(2, self.waker.wake)
@@ -197,6 +199,74 @@ def test_a_file_harmed_between_lookup_and_load_fails_its_block_and_those_behind(
     worker.wait(3)
     assert worker.results[3].failed == ()
     assert worker.reactor.snapshot().leaks == 0
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_a_file_that_is_deleted_while_it_is_open_is_still_loaded(tmp_path, has_io_uring, kind):
+    if kind == "io_uring" and not has_io_uring.ok:
+        pytest.skip(has_io_uring.reason)
+    deleted = []
+
+    def delete(fd: int, flags: int) -> None:  # after the open, before the read
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        os.unlink(path)
+        deleted.append(path)
+        set_file_flags(fd, flags)
+
+    worker = Worker(tmp_path, kind, set_flags=delete)
+    blocks = worker.blocks(1, 8)
+    saved = {block.pages: os.urandom(PAYLOAD) for block in blocks}
+    worker.device.pages.update(saved)
+    worker.submit(1, Kind.STORE, blocks)
+    worker.wait(1)
+    worker.device.pages.clear()
+    worker.submit(2, Kind.LOAD, blocks)
+    worker.wait(2)
+    assert sorted(deleted) == sorted(block.path for block in blocks)
+    assert worker.results[2].failed == ()
+    assert worker.device.pages == saved
+    assert worker.close()
+    assert worker.staging.check_idle() is None
+
+
+def takes_memory_at(root: Path, shift: int) -> bool:
+    """Whether a direct read here goes into memory that is so far from alignment."""
+    path = root / "trial"
+    path.write_bytes(bytes(4096))
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        return os.preadv(fd, [memoryview(mmap.mmap(-1, 8192))[shift : shift + 4096]], 0) == 4096
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+@pytest.mark.parametrize("shift", [1, 512])
+def test_misaligned_staging_memory_costs_direct_io_and_nothing_else(tmp_path, has_io_uring, caplog, shift):
+    if not probe_direct(str(tmp_path)).direct:
+        pytest.skip("no O_DIRECT here")
+    if not has_io_uring.ok:
+        pytest.skip(has_io_uring.reason)
+    accepted = takes_memory_at(tmp_path, shift)
+    assert shift != 1 or not accepted
+    worker = Worker(tmp_path, "io_uring", shift=shift)
+    blocks = worker.blocks(1, 12)
+    saved = {block.pages: os.urandom(PAYLOAD) for block in blocks}
+    worker.device.pages.update(saved)
+    with caplog.at_level(logging.WARNING):
+        worker.submit(1, Kind.STORE, blocks)
+        worker.wait(1)
+        worker.device.pages.clear()
+        worker.submit(2, Kind.LOAD, blocks)
+        worker.wait(2)
+    assert worker.results[1].failed == worker.results[2].failed == ()
+    assert worker.device.pages == saved
+    said = [record.message for record in caplog.records if "O_DIRECT" in record.message]
+    assert len(said) == (0 if accepted else 1)
+    assert all("EINVAL" in text and str(tmp_path) in text for text in said)
+    assert worker.close()
 
 
 def test_a_read_that_hangs_in_the_kernel_ends_its_job_at_the_deadline(tmp_path, has_io_uring):

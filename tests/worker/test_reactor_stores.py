@@ -190,6 +190,29 @@ def test_of_a_job_that_does_not_fit_the_head_of_the_chain_is_kept(rig):
     r.assert_idle()
 
 
+def test_a_thousand_blocks_at_a_megabyte_a_second_stay_in_bounds_and_no_load_waits_for_them(rig):
+    r = rig(slots=12, io_depth=8, max_queued_stores=100, store_bytes_per_s=1_000_000)
+    began, most, loads = r.clock.now, 0, 0
+    for number in range(1000):  # ten times as fast as they are written
+        r.store(number, 1, seconds=1e6)
+        r.step(FILE / 10_000_000)
+        most = max(most, r.reactor.snapshot().queued["store"])
+        if number % 100 == 50:
+            r.load(5000 + number, 20)
+            r.run(60)
+            assert r.results[5000 + number].failed == ()
+            loads += 1
+    dropped = r.reactor.snapshot().dropped[("store", "queue_full")]
+    assert (most, loads) == (100, 10)
+    assert len([job for job in r.results if job < 5000 and r.faults(job)]) == dropped > 500
+    r.live(lambda: len(r.results) == 1010)
+    written = 1000 - dropped
+    assert sum(r.stored(job, 0) for job in range(1000)) == written
+    # After a burst of one second at most.
+    assert written * FILE <= 1_000_000 * (r.clock.now - began + 1) + FILE
+    r.assert_idle()
+
+
 # ---- failures
 
 
@@ -232,6 +255,19 @@ def test_an_error_on_the_second_write_of_a_block_publishes_nothing(rig):
     r.run()
     assert r.faults(1) == {0: Fault.IO}
     assert r.publisher.published == []
+    assert r.world.files == {}
+    r.assert_idle()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_einval_at_every_write_is_an_error_and_no_endless_retry(rig, direct):
+    r = rig(direct=direct)
+    r.world.rule("write", -errno.EINVAL)
+    r.store(1, 1)
+    r.run(200)
+    assert r.faults(1) == {0: Fault.IO}
+    assert len(ops(r, "write")) == (2 if direct else 1), "once more without O_DIRECT"
+    assert r.reactor.snapshot().direct is direct, "nothing was proved about O_DIRECT"
     assert r.world.files == {}
     r.assert_idle()
 

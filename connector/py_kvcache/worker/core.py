@@ -39,6 +39,8 @@ log = logging.getLogger("vllm.py_kvcache.worker.core")
 
 MAX_RETRIES = 8  # of one operation that was interrupted or refused for the moment
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+# The gate says these once for the whole volume; each block would say them again.
+_OF_THE_VOLUME = frozenset({Fault.PAUSED, Fault.NO_SPACE})
 # Lost blocks that only the ring can bring back; what helpers do cannot be cancelled.
 _ON_RING = frozenset({LoadState.OPENING_LOST, LoadState.READING_LOST, StoreState.WRITING_LOST})
 _STATES = len(LoadState) + len(StoreState)
@@ -199,7 +201,8 @@ class Core:
             self.counters.checksum_failures += 1
         what = (kind, stage, error.fault.value, error.errno_name)
         self.counters.failure(*what)
-        self.journal.warn(self.now, what, f"{kind} failed at {stage}: {error}")
+        if error.fault not in _OF_THE_VOLUME and error.code != errno.EROFS:
+            self.journal.warn(self.now, what, f"{kind} failed at {stage}: {error}")
         self._ended_badly(t, error)
 
     def end_given_up(self, t: Transfer, error: BlockError) -> None:

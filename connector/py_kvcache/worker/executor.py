@@ -31,6 +31,7 @@ log = logging.getLogger("vllm.py_kvcache.worker")
 # been copied then is not stored, since a stalled engine costs everybody more than a lost store.
 FLUSH_PATIENCE_S = 0.02
 STOP_TIMEOUT_S = 10.0
+SHORTEST_STEP_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
 
     def step_ended(self) -> None:
         """For the timeline."""
-        if self._parts.trace is not None:
-            now = time.monotonic()
-            begin = self._step_began
+        begin, now = self._step_began, time.monotonic()
+        # vLLM steps without a pause while requests wait for loads: thousands of empty steps tell nothing.
+        if self._parts.trace is not None and now - begin >= SHORTEST_STEP_S:
             self._parts.trace.complete("forward", "engine", begin * 1e6, (now - begin) * 1e6, "engine")
 
     # ---- inside
