@@ -39,9 +39,12 @@ def test_preempted_requests_give_the_cold_text(tiny: str, tmp_path: Path, cold: 
 def test_loads_larger_than_a_quarter_of_the_pool_make_progress(tiny: str, tmp_path: Path, cold: Any) -> None:
     prompts, expected = cold
     # 120 blocks of 32 tokens; each of the eight requests needs at least 47 of them for what it loads.
-    arguments = engine_arguments(tiny, str(tmp_path), num_gpu_blocks_override=120, max_model_len=2048)
+    arguments = engine_arguments(
+        tiny, str(tmp_path), extra={"lookup_deadline_s": 30, "load_deadline_s": 300},
+        num_gpu_blocks_override=120, max_model_len=2048,
+    )  # fmt: skip
     eight = prompts + prompts[:2]
-    with engine(arguments) as session:
+    with forked(arguments) as session:
         session.generate(prompts, max_tokens=40)
         session.call("settle")
         answer = session.generate(eight, max_tokens=40)
@@ -71,11 +74,11 @@ def test_blocks_reused_right_after_their_request_finished_are_stored_as_they_wer
             assert end["jobs_left"] == 0 and end["leaks"] == 0 and end["failures"] == {}
         stored[kind] = {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*.bin")}
     roomy, tight = stored["roomy"], stored["tight"]
-    assert len(roomy) == 6 * (1500 // BLOCK)
-    # Blocks that would have had to be waited for were dropped, which is counted; what has a name is right.
-    assert len(tight) + sum(end["dropped"].values()) == len(roomy)
-    assert len(tight) > 1500 // BLOCK and end["dropped"].keys() == {"store/cancelled"}
+    assert len(roomy) == 6 * (1500 // BLOCK) and tight
     assert [name for name, content in tight.items() if content != roomy.get(name)] == []
+    # Blocks that would have had to be waited for were dropped, which is counted.
+    assert end["dropped"].keys() <= {"store/cancelled"}
+    assert len(tight) + sum(end["dropped"].values()) == len(roomy)
 
 
 def test_three_slots_serve_64_requests_of_6000_tokens(tiny: str, tmp_path: Path) -> None:
