@@ -81,7 +81,9 @@ EXPECTED = (
         methods=("get_manager()", "get_worker(kv_caches)", "build_metric_definitions(extra_config)"),
         own=("tokens_per_hash", "blocks_per_chunk"),
     ),
-    Expect(f"{V1}/offloading/common.py", "OffloadingWorkerMetadata", fields=("completed_jobs", "transfer_stats")),
+    Expect(
+        f"{V1}/offloading/common.py", "OffloadingWorkerMetadata", fields=("completed_jobs", "transfer_stats")
+    ),
     Expect(f"{V1}/offloading/common.py", "OffloadingConnectorMetadata", fields=("load_jobs", "store_jobs")),
     Expect(
         f"{V1}/offloading/metrics.py",
@@ -141,17 +143,40 @@ EXPECTED = (
         ),
     ),
     Expect(f"{V1}/base.py", names=("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "SupportsHMA")),
-    Expect("vllm/v1/outputs.py", "KVConnectorOutput", fields=("kv_connector_worker_meta", "invalid_block_ids")),
-    Expect("vllm/config/kv_transfer.py", "KVTransferConfig", fields=("kv_role", "kv_connector_extra_config", "kv_load_failure_policy")),
-    Expect("vllm/config/cache.py", "CacheConfig", fields=("cache_dtype", "prefix_caching_hash_algo", "enable_prefix_caching")),
-    Expect("vllm/config/model.py", "ModelConfig", fields=("model", "revision", "dtype", "quantization", "seed"), methods=("get_total_num_kv_heads()", "use_mla()")),
+    Expect(
+        "vllm/v1/outputs.py", "KVConnectorOutput", fields=("kv_connector_worker_meta", "invalid_block_ids")
+    ),
+    Expect(
+        "vllm/config/kv_transfer.py",
+        "KVTransferConfig",
+        fields=("kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
+    ),
+    Expect(
+        "vllm/config/cache.py",
+        "CacheConfig",
+        fields=("cache_dtype", "prefix_caching_hash_algo", "enable_prefix_caching"),
+    ),
+    Expect(
+        "vllm/config/model.py",
+        "ModelConfig",
+        fields=("model", "revision", "dtype", "quantization", "seed"),
+        methods=("get_total_num_kv_heads()", "use_mla()"),
+    ),
     Expect("vllm/config/load.py", "LoadConfig", fields=("load_format",)),
-    Expect("vllm/config/parallel.py", "ParallelConfig", fields=("tensor_parallel_size", "pipeline_parallel_size", "rank")),
-    Expect("vllm/v1/request.py", "Request", own=("request_id", "block_hashes", "lora_request", "num_prompt_tokens")),
+    Expect(
+        "vllm/config/parallel.py",
+        "ParallelConfig",
+        fields=("tensor_parallel_size", "pipeline_parallel_size", "rank"),
+    ),
+    Expect(
+        "vllm/v1/request.py",
+        "Request",
+        own=("request_id", "block_hashes", "lora_request", "num_prompt_tokens"),
+    ),
     Expect("vllm/v1/kv_cache_interface.py", names=("FullAttentionSpec", "MLAAttentionSpec")),
     Expect("vllm/v1/kv_cache_interface.py", "KVCacheConfig", fields=("num_blocks", "kv_cache_groups")),
     Expect("vllm/v1/kv_cache_interface.py", "KVCacheGroupSpec", fields=("layer_names", "kv_cache_spec")),
-)  # fmt: skip
+)
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str], int]:
@@ -166,13 +191,9 @@ def attributes_of_self(node: ast.ClassDef) -> set[str]:
     """Everything assigned as self.name anywhere in the class, or named in its slots of annotations."""
     found = set()
     for inner in ast.walk(node):
-        targets = (
-            inner.targets
-            if isinstance(inner, ast.Assign)
-            else [inner.target]
-            if isinstance(inner, ast.AnnAssign)
-            else []
-        )
+        targets = inner.targets if isinstance(inner, ast.Assign) else []
+        if isinstance(inner, ast.AnnAssign):
+            targets = [inner.target]
         for target in targets:
             if (
                 isinstance(target, ast.Attribute)
@@ -180,7 +201,7 @@ def attributes_of_self(node: ast.ClassDef) -> set[str]:
                 and target.value.id == "self"
             ):
                 found.add(target.attr)
-    return found  # fmt: skip
+    return found
 
 
 def fields_of(node: ast.ClassDef) -> set[str]:
@@ -218,7 +239,7 @@ def missing(tree: ast.Module, expect: Expect) -> list[str]:
             lacks.append(
                 f"{name} takes ({', '.join(has)}), {required} of them required; we pass ({', '.join(wanted)})"
             )
-    return lacks  # fmt: skip
+    return lacks
 
 
 def main(path: str) -> int:
