@@ -156,11 +156,29 @@ def test_trailing_slashes_of_the_root_do_not_reach_paths(given: str, path: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "mode"), [("0664", 0o664), ("664", 0o664), ("2775", 0o2775), (0o600, 0o600)]
+    ("text", "mode"), [("0774", 0o774), ("774", 0o774), ("2775", 0o2775), ("0700", 0o700)]
 )
-def test_modes_written_as_text_are_octal(text: object, mode: int):
+def test_modes_are_octal_text(text: str, mode: int):
     assert parse({"file_mode": text, "dir_mode": text}).file_mode == mode
-    assert parse(PY_KVCACHE_DIR_MODE=str(text) if isinstance(text, str) else oct(text)).dir_mode == mode
+    assert parse(PY_KVCACHE_DIR_MODE=text).dir_mode == mode
+
+
+@pytest.mark.parametrize("number", [664, 0o664, True])
+def test_a_mode_that_is_a_number_is_refused_since_json_has_no_octal(number: int):
+    with pytest.raises(ConfigError, match="file_mode"):
+        parse({"file_mode": number})
+
+
+@pytest.mark.parametrize(("key", "mode"), [("file_mode", "0064"), ("file_mode", "0"), ("dir_mode", "0644")])
+def test_a_mode_that_locks_the_owner_out_is_refused(key: str, mode: str):
+    with pytest.raises(ConfigError, match="the owner cannot use its cache"):
+        parse({key: mode})
+
+
+@pytest.mark.parametrize("key", ["io_depth", "block_tokens", "load_deadline_s", "ring"])
+def test_true_is_no_number_and_no_word(key: str):
+    with pytest.raises(ConfigError, match=f"{key} takes no true"):
+        parse({key: True})
 
 
 @pytest.mark.parametrize("text", ["0888", "rw-r--r--", "-1", "17777"])

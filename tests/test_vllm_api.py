@@ -56,7 +56,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
         kv_transfer_config=N(kv_role="kv_both", kv_connector_extra_config={}, kv_load_failure_policy="fail"),
         parallel_config=N(tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=N(prefix_caching_hash_algo="sha256"),
-        model_config=N(use_mla=False, get_total_num_kv_heads=lambda: 8),
+        model_config=N(use_mla=False, get_total_num_kv_heads=lambda: 8, max_model_len=8192),
     )
 
 
@@ -351,3 +351,8 @@ def test_the_source_of_hits_is_one_that_vllm_knows():
 def test_an_extra_config_is_the_users_own_dictionary(config: Any):
     vllm_api.extra_config(config)["new"] = 1
     assert config.kv_transfer_config.kv_connector_extra_config == {"new": 1}
+
+
+def test_blocks_longer_than_any_request_are_refused_since_nothing_would_be_stored(config: Any):
+    config.model_config.max_model_len = 255
+    assert "max_model_len 255" in reason(config, kv(FullAttentionSpec()))

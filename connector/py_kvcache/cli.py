@@ -1,6 +1,6 @@
 """`py-kvcache <command>`: arguments, output streams and exit codes; the work is in tools/ and bench/.
 
-Exit codes: 0 good, 1 problem found, 2 usage, 3 root unusable, 130 interrupted. Commands import what they
+Exit codes: 0 good, 1 problem found, 2 usage, 3 root unusable, 128 + N ended by signal N. Commands import what they
 need when they run, so that help is quick and needs neither torch nor vLLM.
 """
 
@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from py_kvcache import __version__
 from py_kvcache.errors import ConfigError
 from py_kvcache.tools.terminal import (
     GOOD,
-    INTERRUPTED,
     PROBLEM,
     answer,
     console_for,
+    fail_usage,
     failures,
+    interrupt_code,
+    open_streams,
+    printing,
     show_measurements,
     spinner,
     steps,
@@ -29,8 +35,46 @@ from py_kvcache.tools.terminal import (
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _EXITS = "\n\nExit codes: 0 good, 1 problem found, 2 usage, 3 root unusable."
 
+_TOOLS = {
+    "doctor": "tools.doctor", "inspect": "tools.inspection", "verify": "tools.verify_report",
+    "bench io": "bench.io", "bench metadata": "bench.metadata",
+}  # fmt: skip
+# typer names no base of its usage errors, and has them from click or from a copy of it
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """With --json, a wrong option is told like every other error: as one JSON object."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+        """See click's."""
+        words = list(sys.argv[1:] if args is None else args)
+        with printing():
+            return self._run_json(words, extra) if "--json" in words else super().main(words, **extra)
+
+    def _run_json(self, words: list[str], extra: dict[str, Any]) -> NoReturn:
+        try:
+            code = super().main(words, **{**extra, "standalone_mode": False})
+        except _UsageError as error:
+            try:
+                fail_usage(_schema_of(error), error.format_message())  # type: ignore[attr-defined]
+            except typer.Exit as end:
+                code = end.exit_code
+        sys.exit(code if isinstance(code, int) else GOOD)
+
+
+def _schema_of(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path.partition(" ")[2] if context else ""
+    if command not in _TOOLS:
+        return "py-kvcache/error/1"
+    schema: str = import_module(f"py_kvcache.{_TOOLS[command]}").SCHEMA
+    return schema
+
+
 app = typer.Typer(
     name="py-kvcache",
+    cls=_Commands,
     help="Tools for a py-kvcache root: the folder in which vLLM keeps KV blocks as files." + _EXITS,
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -39,10 +83,21 @@ app = typer.Typer(
     context_settings=_CONTEXT,
 )
 
+
+
+def _not_empty(value: str) -> str:
+    if not value:  # else it would be the current folder
+        raise typer.BadParameter("it is empty; give the folder of the cache, or set PY_KVCACHE_ROOT")
+    return value
+
+
 Root = Annotated[
     str,
-    typer.Argument(metavar="ROOT", envvar="PY_KVCACHE_ROOT", show_envvar=True, help="Folder of the cache."),
-]
+    typer.Argument(
+        metavar="ROOT", envvar="PY_KVCACHE_ROOT", show_envvar=True, callback=_not_empty,
+        help="Folder of the cache.",
+    ),
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with a `schema` instead of text.")]
 Namespace = Annotated[
     str,
@@ -133,7 +188,7 @@ def verify(
                 root, namespace=namespace, limit=limit, delete=delete, threads=threads, progress=progress
             )
         answer(lambda: tool.as_json(report), as_json, lambda console: verify_view.show(report, console))
-    raise typer.Exit(INTERRUPTED if report.interrupted else GOOD if report.is_good else PROBLEM)
+    raise typer.Exit(interrupt_code() if report.interrupted else GOOD if report.is_good else PROBLEM)
 
 
 # ---- benchmarks
@@ -149,18 +204,19 @@ app.add_typer(bench, name="bench")
 BenchRoot = Annotated[
     str,
     typer.Option(
-        "--root", envvar="PY_KVCACHE_ROOT", metavar="DIR", help="Folder on the volume; left as it was found."
+        "--root", envvar="PY_KVCACHE_ROOT", metavar="DIR", callback=_not_empty,
+        help="Folder on the volume; left as it was found.",
     ),
-]
+]  # fmt: skip
 
 
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{text!r} is no list of whole numbers such as 1,4,28") from None
+        raise ConfigError(f"{text[:40]!r} is no list of whole numbers such as 1,4,28") from None
     if min(numbers) < 1:
-        raise ConfigError(f"{text!r}: numbers must be 1 or more")
+        raise ConfigError(f"{text[:40]!r}: numbers must be 1 or more")
     return numbers
 
 
@@ -227,4 +283,5 @@ def bench_metadata(
 
 def main() -> None:
     """Entry point of the script and of `python -m py_kvcache`."""
+    open_streams()
     app(prog_name="py-kvcache")

@@ -36,13 +36,13 @@ REFUSED_KEYS = {
 
 
 def _mode(value: object) -> object:
-    """File modes are octal when written as text ("0664"), as everywhere on Unix."""
-    if isinstance(value, str):
-        try:
-            return int(value, 8)
-        except ValueError:
-            raise ValueError(f"{value!r} is no octal mode such as 0664") from None
-    return value
+    """File modes are octal text ("0664"): JSON has no octal numbers, and 664 would be taken as decimal."""
+    if not isinstance(value, str):
+        raise ValueError('write the mode as octal text in quotes, such as "0664"')
+    try:
+        return int(value, 8)
+    except ValueError:
+        raise ValueError(f"{value!r} is no octal mode such as 0664") from None
 
 
 Mode = Annotated[int, BeforeValidator(_mode), Field(ge=0, le=0o7777)]
@@ -112,6 +112,10 @@ class Config(BaseModel):
             raise ValueError(f"root must be an absolute path, got {self.root!r}")
         if not self.root.isascii():
             raise ValueError("root must be an ASCII path (io_uring takes names only so)")
+        if self.file_mode & 0o600 != 0o600 or self.dir_mode & 0o700 != 0o700:
+            raise ValueError(
+                "file_mode needs 0600 and dir_mode 0700 at least, or the owner cannot use its cache"
+            )
         if self.store_resume_at > self.store_stop_at:
             raise ValueError("store_resume_at must not be above store_stop_at")
         return self
@@ -137,6 +141,9 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
             close = difflib.get_close_matches(str(key), list(known), n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}"
             raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+    for key, value in extra.items():
+        if isinstance(value, bool) and key in known and known[key].annotation is not bool:
+            raise ConfigError(f"kv_connector_extra_config: {key} takes no {str(value).lower()}")
     values: dict[str, Any] = {}
     for key in known:
         if key in extra:

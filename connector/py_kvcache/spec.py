@@ -37,6 +37,8 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
         parallel = self._vllm_config.parallel_config
         replicas = vllm_api.replication(self._vllm_config)
         facts = namespace.engine_facts(self._vllm_config, self._kv_cache_config, self.settings.block_tokens)
+        # Blocks with and without a digest stay apart: who wants his bytes checked gets no others.
+        facts["checksum"] = "blake3" if self.settings.checksum else "none"
         self.manager = Manager(
             self.settings,
             namespace.Spaces(facts),

@@ -179,7 +179,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any, block_tokens: int
         return f'kv_role is {transfer.kv_role!r}; py-kvcache needs "kv_role": "kv_both"'
     return (
         _unsupported_engine(vllm_config)
-        or _unsupported_groups(kv_cache_config, block_tokens)
+        or _unsupported_groups(kv_cache_config, block_tokens, int(vllm_config.model_config.max_model_len))
         or _unsupported_hashes(vllm_config)
     )
 
@@ -205,7 +205,7 @@ def _unsupported_engine(vllm_config: Any) -> str | None:
     return None
 
 
-def _unsupported_groups(kv_cache_config: Any, block_tokens: int) -> str | None:
+def _unsupported_groups(kv_cache_config: Any, block_tokens: int, max_model_len: int) -> str | None:
     groups = kv_cache_config.kv_cache_groups
     names = _spec_names(kv_cache_config)
     if len(groups) != 1:
@@ -214,6 +214,11 @@ def _unsupported_groups(kv_cache_config: Any, block_tokens: int) -> str | None:
     if not set(names[0]) <= _FULL_ATTENTION:
         return f"KV cache of kind {', '.join(names[0])} is not supported yet; only full attention and MLA are"
     spec = groups[0].kv_cache_spec
+    if block_tokens > max_model_len:
+        return (
+            f"block_tokens={block_tokens} is more than the longest request (max_model_len {max_model_len}), "
+            "so nothing would ever be stored; set block_tokens lower"
+        )
     if getattr(spec, "non_causal", False):
         return "non-causal attention makes a block depend on later tokens; it cannot be cached by prefix"
     if block_tokens % spec.block_size:

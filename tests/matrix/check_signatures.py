@@ -1,269 +1,269 @@
-"""Check a vLLM wheel's sources for every name, field and parameter that the connector touches.
+"""Does a vLLM wheel still have what the connector touches? `python check_signatures.py WHEEL`
 
-    python tests/matrix/check_signatures.py vllm-0.33.0-….whl
-
-Reads the wheel as text: nothing is imported, so a CUDA build is checked on a machine without one.
-Exit code 1 if something is missing, 2 if the file is no vLLM wheel.
+vLLM is not imported: the wheel's sources and the connector's own are compared as syntax trees. Checked are
+every import, every method that we override (its parameters must be ours), every abstract method of a class
+that we derive from, and the fields, members, private attributes, names and calls of the tables below.
+Prints a table; ends with 1 and the names of what is missing.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
-import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 
-V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
-BASE = "vllm/v1/kv_offload/base.py"
+from wheel_sources import Signature, Wheel, constructor, release
 
+PACKAGE = Path(__file__).resolve().parents[2] / "connector" / "py_kvcache"
 
-@dataclass(frozen=True)
-class Expect:
-    """One class (or module, if ``name`` is empty) and what it must have.
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+OFFLOAD = "vllm.v1.kv_offload.base"
 
-    ``methods`` are written as name(parameter, ...); more parameters may follow if they have defaults.
-    ``own`` are attributes set on self in the class; ``names`` are module-level names.
-    """
+# Our class -> vLLM's: what ours defines and vLLM's does, too, must be callable as vLLM calls it.
+DERIVED = {
+    "active:PyKvCacheConnector": f"{V1}.offloading_connector:OffloadingConnector",
+    "inert:InertConnector": f"{V1}:KVConnectorBase_V1",
+    "spec:PyKvCacheSpec": f"{OFFLOAD}:OffloadingSpec",
+    "scheduler.manager:Manager": f"{OFFLOAD}:OffloadingManager",
+    "worker.executor:Executor": f"{OFFLOAD}:OffloadingWorker",
+    "plan:WorkerReport": f"{V1}.offloading.common:OffloadingWorkerMetadata",
+    "plan:TransferPlan": f"{OFFLOAD}:LoadStoreSpec",
+    "active:LayoutHandshake": f"{V1}.base:KVConnectorHandshakeMetadata",
+}
 
-    path: str
-    name: str = ""
-    fields: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+# Members of classes, one class a line. "name>=0.30" and "name<0.29": there from, or up to, that release.
+# What is read with getattr and a default stands here as well: renamed, it would be missed in silence.
+MEMBERS = f"""
+{V1}:KVConnectorRole                          SCHEDULER WORKER
+{V1}:SupportsHMA                              request_finished_all_groups
+{V1}.offloading_connector:OffloadingConnector connector_scheduler connector_worker get_handshake_metadata
+  set_xfer_handshake_metadata_pp_aware get_block_ids_with_load_errors build_connector_worker_meta
+  register_cross_layers_kv_cache<0.29 build_prom_metrics on_new_request
+{V1}.offloading.common:OffloadingConnectorMetadata load_jobs store_jobs jobs_to_flush
+{V1}.offloading.common:OffloadingWorkerMetadata    completed_jobs transfer_stats aggregate
+{V1}.offloading.scheduler:OffloadingConnectorScheduler manager config _jobs _req_status
+{V1}.offloading.scheduler:SchedulerOffloadConfig   blocks_per_chunk
+{V1}.offloading.scheduler:TransferJobStatus   req_id
+{V1}.offloading.scheduler:RequestOffloadState group_states
+{V1}.offloading.scheduler:RequestGroupState   offload_keys block_ids next_stored_chunk_idx
+{V1}.offloading.worker:OffloadingConnectorWorker   worker
+{V1}.multi_connector:MultiConnector           _connectors
+{OFFLOAD}:LookupResult                        MISS HIT HIT_PENDING RETRY
+{OFFLOAD}:ReqContext                          req_id kv_transfer_params
+{OFFLOAD}:GPULoadStoreSpec                    block_ids block_indices
+{OFFLOAD}:CanonicalKVCaches                   tensors group_data_refs
+{OFFLOAD}:CanonicalKVCacheTensor              tensor page_size_bytes
+{OFFLOAD}:CanonicalKVCacheRef                 tensor_idx page_size_bytes
+{OFFLOAD}:OffloadingSpec                      tokens_per_hash blocks_per_chunk
+{OFFLOAD}:OffloadingManager                   get_stats on_schedule_end get_load_source>=0.32
+  config_info>=0.33 on_reset_flushed>=0.33
+vllm.v1.metrics.cache_hit_source:CacheHitSource    DISK>=0.32
+vllm.v1.outputs:KVConnectorOutput             kv_connector_worker_meta invalid_block_ids
+vllm.v1.kv_cache_interface:KVCacheConfig      num_blocks kv_cache_groups
+vllm.v1.kv_cache_interface:KVCacheGroupSpec   kv_cache_spec layer_names
+vllm.v1.kv_cache_interface:FullAttentionSpec  block_size
+vllm.v1.kv_cache_interface:MLAAttentionSpec   block_size
+vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
+vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request
+vllm.lora.request:LoRARequest                 lora_path lora_int_id load_inplace
+vllm.config:KVTransferConfig                  kv_role kv_connector_extra_config kv_load_failure_policy
+vllm.config:ParallelConfig                    rank tensor_parallel_size pipeline_parallel_size
+  prefill_context_parallel_size decode_context_parallel_size
+vllm.config:CacheConfig                       cache_dtype prefix_caching_hash_algo kv_cache_dtype_skip_layers
+  calculate_kv_scales<0.27 kv_cache_layout>=0.30
+vllm.config:ModelConfig                       model revision seed dtype quantization hf_config
+  hf_overrides use_mla get_total_num_kv_heads multimodal_config quantization_config
+vllm.config:LoadConfig                        load_format model_loader_extra_config
+vllm.config:SpeculativeConfig                 method model revision num_speculative_tokens
+vllm.config:CompilationConfig                 static_forward_context
+vllm.config:VllmConfig                        model_config cache_config parallel_config load_config
+  lora_config speculative_config compilation_config kv_transfer_config weight_transfer_config
+"""
 
+# Calls that we make: target, then positional arguments in order, then keywords with "=".
+CALLS = f"""
+{V1}.base:KVConnectorMetadata
+{V1}:KVConnectorBase_V1                       vllm_config role kv_cache_config
+{V1}.offloading_connector:OffloadingConnector vllm_config role kv_cache_config
+{V1}.offloading.common:OffloadingWorkerMetadata    completed_jobs transfer_stats
+{V1}.offloading.metrics:OffloadingConnectorStats
+{V1}.offloading.metrics:OffloadingConnectorStats.increase_counter _ _ _
+{V1}.offloading.metrics:OffloadingConnectorStats.set_gauge        _ _ _
+{V1}.multi_connector:MultiConnector           vllm_config role kv_cache_config
+{OFFLOAD}:OffloadingSpec                      config
+{OFFLOAD}:OffloadingCounterMetadata           documentation= labelnames=
+{OFFLOAD}:OffloadingGaugeMetadata             documentation= labelnames=
+{OFFLOAD}:PrepareStoreOutput                  keys_to_store= store_spec= evicted_keys=
+{OFFLOAD}:RequestOffloadingContext
+{OFFLOAD}:TransferResult                      job_id success transfer_size transfer_time
+"""
 
-EXPECTED = (
-    Expect(BASE, "TransferResult", fields=("job_id", "success", "transfer_size", "transfer_time")),
-    Expect(BASE, "PrepareStoreOutput", fields=("keys_to_store", "store_spec", "evicted_keys")),
-    Expect(BASE, "LookupResult", fields=("MISS", "HIT", "HIT_PENDING", "RETRY")),
-    Expect(BASE, "ReqContext", fields=("req_id", "kv_transfer_params")),
-    Expect(BASE, "CanonicalKVCaches", fields=("tensors", "group_data_refs")),
-    Expect(BASE, "CanonicalKVCacheTensor", fields=("tensor",)),
-    Expect(BASE, "CanonicalKVCacheRef", fields=("tensor_idx", "page_size_bytes")),
-    Expect(BASE, "GPULoadStoreSpec", own=("block_indices",)),
-    Expect(BASE, "BlockIDsLoadStoreSpec", own=("block_ids",)),
-    Expect(BASE, "RequestOffloadingContext"),
-    Expect(BASE, "OffloadingCounterMetadata"),
-    Expect(BASE, "OffloadingGaugeMetadata"),
-    Expect(BASE, "OffloadingMetricMetadata", fields=("documentation", "labelnames")),
-    Expect(
-        BASE,
-        "OffloadingManager",
-        methods=(
-            "lookup(key, req_context)",
-            "prepare_load(keys, req_context)",
-            "prepare_store(keys, req_context)",
-            "complete_load(keys, req_context)",
-            "complete_store(keys, req_context, success)",
-            "on_new_request(req_context)",
-            "on_request_finished(req_context)",
-            "on_schedule_end(context)",
-            "reset_cache()",
-            "get_stats()",
-            "shutdown()",
-        ),
-    ),
-    Expect(
-        BASE,
-        "OffloadingWorker",
-        methods=(
-            "submit_store(job_id, src_spec, dst_spec)",
-            "submit_load(job_id, src_spec, dst_spec)",
-            "get_finished()",
-            "wait(job_ids)",
-            "shutdown()",
-        ),
-    ),
-    Expect(
-        BASE,
-        "OffloadingSpec",
-        methods=("get_manager()", "get_worker(kv_caches)", "build_metric_definitions(extra_config)"),
-        own=("tokens_per_hash", "blocks_per_chunk"),
-    ),
-    Expect(
-        f"{V1}/offloading/common.py", "OffloadingWorkerMetadata", fields=("completed_jobs", "transfer_stats")
-    ),
-    Expect(f"{V1}/offloading/common.py", "OffloadingConnectorMetadata", fields=("load_jobs", "store_jobs")),
-    Expect(
-        f"{V1}/offloading/metrics.py",
-        "OffloadingConnectorStats",
-        methods=(
-            "increase_counter(counter_name, counter_increase_value, labelvalues)",
-            "set_gauge(gauge_name, gauge_value, labelvalues)",
-        ),
-    ),
-    Expect(
-        f"{V1}/offloading/scheduler.py",
-        "OffloadingConnectorScheduler",
-        own=("_jobs", "_req_status", "config", "manager"),
-    ),
-    Expect(
-        f"{V1}/offloading/scheduler.py",
-        "RequestGroupState",
-        fields=("offload_keys", "block_ids", "next_stored_chunk_idx"),
-    ),
-    Expect(f"{V1}/offloading/scheduler.py", "TransferJobStatus", fields=("req_id",)),
-    Expect(f"{V1}/offloading/scheduler.py", "RequestOffloadState", fields=("group_states",)),
-    Expect(f"{V1}/offloading/scheduler.py", "SchedulerOffloadConfig", fields=("blocks_per_chunk",)),
-    Expect(f"{V1}/offloading/worker.py", "OffloadingConnectorWorker", own=("worker",)),
-    Expect(
-        f"{V1}/offloading_connector.py",
-        "OffloadingConnector",
-        methods=(
-            "on_new_request(request)",
-            "get_num_new_matched_tokens(request, num_computed_tokens)",
-            "update_state_after_alloc(request, blocks, num_external_tokens)",
-            "update_connector_output(connector_output)",
-            "request_finished(request, block_ids)",
-            "request_finished_all_groups(request, block_ids)",
-            "register_kv_caches(kv_caches)",
-            "get_finished(finished_req_ids)",
-            "build_connector_worker_meta()",
-            "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
-        ),
-        own=("connector_scheduler", "connector_worker"),
-    ),
-    Expect(
-        f"{V1}/base.py",
-        "KVConnectorBase_V1",
-        methods=(
-            "bind_connector_metadata(connector_metadata)",
-            "get_block_ids_with_load_errors()",
-            "get_handshake_metadata()",
-            "set_xfer_handshake_metadata_pp_aware(metadata)",
-            "start_load_kv(forward_context)",
-            "wait_for_layer_load(layer_name)",
-            "save_kv_layer(layer_name, kv_layer, attn_metadata)",
-            "wait_for_save()",
-            "get_num_new_matched_tokens(request, num_computed_tokens)",
-            "update_state_after_alloc(request, blocks, num_external_tokens)",
-            "build_connector_meta(scheduler_output)",
-            "get_kv_connector_stats()",
-        ),
-    ),
-    Expect(f"{V1}/base.py", names=("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "SupportsHMA")),
-    Expect(
-        "vllm/v1/outputs.py", "KVConnectorOutput", fields=("kv_connector_worker_meta", "invalid_block_ids")
-    ),
-    Expect(
-        "vllm/config/kv_transfer.py",
-        "KVTransferConfig",
-        fields=("kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
-    ),
-    Expect(
-        "vllm/config/cache.py",
-        "CacheConfig",
-        fields=("cache_dtype", "prefix_caching_hash_algo", "enable_prefix_caching"),
-    ),
-    Expect(
-        "vllm/config/model.py",
-        "ModelConfig",
-        fields=("model", "revision", "dtype", "quantization", "seed"),
-        methods=("get_total_num_kv_heads()", "use_mla()"),
-    ),
-    Expect("vllm/config/load.py", "LoadConfig", fields=("load_format",)),
-    Expect(
-        "vllm/config/parallel.py",
-        "ParallelConfig",
-        fields=("tensor_parallel_size", "pipeline_parallel_size", "rank"),
-    ),
-    Expect(
-        "vllm/v1/request.py",
-        "Request",
-        own=("request_id", "block_hashes", "lora_request", "num_prompt_tokens"),
-    ),
-    Expect("vllm/v1/kv_cache_interface.py", names=("FullAttentionSpec", "MLAAttentionSpec")),
-    Expect("vllm/v1/kv_cache_interface.py", "KVCacheConfig", fields=("num_blocks", "kv_cache_groups")),
-    Expect("vllm/v1/kv_cache_interface.py", "KVCacheGroupSpec", fields=("layer_names", "kv_cache_spec")),
-)
+# Names of modules that we rely on without importing them.
+NAMES = """
+vllm.envs                    VLLM_SERVER_DEV_MODE
+vllm.v1.core.kv_cache_utils  init_none_hash resolve_none_hash_seed>=0.29
+"""
+
+# Imports within functions that only newer releases reach.
+NEWER = {"vllm.v1.metrics.cache_hit_source": "0.32"}
+
+# ---- the checks: each yields (what, whether it is all right, what is wrong)
+
+Row = tuple[str, str | None]
 
 
-def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str], int]:
-    """Names without self or cls, and how many of them have no default."""
-    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    if names and names[0] in ("self", "cls"):
-        names = names[1:]
-    return names, len(names) - len(node.args.defaults)
+def in_force(items: list[str], wheel: Wheel) -> list[str]:
+    """The names that this release must have."""
+    due = []
+    for item in items:
+        found = re.fullmatch(r"(\w+)(?:(>=|<)(\d+\.\d+))?", item)
+        assert found is not None, f"a table of this file has {item!r}"
+        if not found[2] or (found[2] == ">=") == (wheel.release >= release(found[3])):
+            due.append(found[1])
+    return due
 
 
-def attributes_of_self(node: ast.ClassDef) -> set[str]:
-    """Everything assigned as self.name anywhere in the class, or named in its slots of annotations."""
-    found = set()
-    for inner in ast.walk(node):
-        targets = inner.targets if isinstance(inner, ast.Assign) else []
-        if isinstance(inner, ast.AnnAssign):
-            targets = [inner.target]
-        for target in targets:
-            if (
-                isinstance(target, ast.Attribute)
-                and isinstance(target.value, ast.Name)
-                and target.value.id == "self"
-            ):
-                found.add(target.attr)
-    return found
+def table(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Module, name and items of each entry; indented lines go on."""
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        target, *items = entry.split()
+        module, _, name = target.partition(":")
+        yield module, name, items
 
 
-def fields_of(node: ast.ClassDef) -> set[str]:
-    """Annotated fields, enum members and class attributes."""
-    found = set()
-    for inner in node.body:
-        if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
-            found.add(inner.target.id)
-        elif isinstance(inner, ast.Assign):
-            found |= {target.id for target in inner.targets if isinstance(target, ast.Name)}
-    return found
+def check_imports(wheel: Wheel) -> Iterator[Row]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm"):
+                continue
+            module = node.module or ""
+            if module in NEWER and wheel.release < release(NEWER[module]):
+                continue
+            missing = [
+                alias.name
+                for alias in node.names
+                if wheel.find(module, alias.name) is None and wheel.module(f"{module}.{alias.name}") is None
+            ]
+            yield f"{path.name}: import {module}", f"no {', '.join(missing)}" if missing else None
 
 
-def missing(tree: ast.Module, expect: Expect) -> list[str]:
-    """What of an expectation the module lacks, in words."""
-    top = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)}
-    lacks = [f"no {name}" for name in expect.names if name not in top]
-    if not expect.name:
-        return lacks
-    node = top.get(expect.name)
-    if not isinstance(node, ast.ClassDef):
-        return [*lacks, "no such class"]
-    fields, own = fields_of(node), attributes_of_self(node)
-    methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-    lacks += [f"no field {name}" for name in expect.fields if name not in fields | methods.keys()]
-    lacks += [f"no self.{name}" for name in expect.own if name not in own | fields | methods.keys()]
-    for signature in expect.methods:
-        name, _, rest = signature.rstrip(")").partition("(")
-        wanted = [word.strip() for word in rest.split(",") if word.strip()]
-        if name not in methods:
-            lacks.append(f"no method {name}")
+def our_methods(target: str) -> dict[str, ast.FunctionDef]:
+    """Methods of one of our classes, those of its bases in the same file included."""
+    module, _, name = target.partition(":")
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+        out = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in classes:
+                out = {**methods(classes[base.id]), **out}
+        return out
+
+    return methods(classes[name])
+
+
+def check_overrides(wheel: Wheel) -> Iterator[Row]:
+    for target, base in DERIVED.items():
+        module, _, name = base.partition(":")
+        theirs = wheel.members(module, name)
+        if not wheel.lineage(module, name):
+            yield f"{target} derives from {base}", "no such class"
             continue
-        has, required = parameters(methods[name])
-        if has[: len(wanted)] != wanted or required > len(wanted):
-            lacks.append(
-                f"{name} takes ({', '.join(has)}), {required} of them required; we pass ({', '.join(wanted)})"
-            )
-    return lacks
+        mine = our_methods(target)
+        count, wrong = 0, []
+        for method, node in mine.items():
+            other = theirs.get(method)
+            if method.startswith("__") or not isinstance(other, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            count += 1
+            if (why := Signature.of(node).objection(Signature.of(other))) is not None:
+                wrong.append(f"{method}: {why}")
+        abstract = {
+            method
+            for method, node in theirs.items()
+            if isinstance(node, ast.FunctionDef)
+            and any("abstractmethod" in ast.unparse(decorator) for decorator in node.decorator_list)
+        }
+        wrong += [f"{method}: abstract there, not ours" for method in sorted(abstract - mine.keys())]
+        yield f"{target} overrides {count} of {name}", "; ".join(wrong) or None
 
 
-def main(path: str) -> int:
-    """Print a line for each expectation; 1 if one is not met."""
-    try:
-        wheel = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
-        print(f"{path}: {error}; give a vLLM wheel", file=sys.stderr)
-        return 2
-    names, broken = set(wheel.namelist()), 0
-    for expect in EXPECTED:
-        if expect.path not in names:
-            lacks = ["no such module"]
+def check_members(wheel: Wheel) -> Iterator[Row]:
+    for module, name, items in table(MEMBERS):
+        due = in_force(items, wheel)
+        if not due:
+            continue
+        there = wheel.members(module, name)
+        missing = [member for member in due if member not in there]
+        text = f"no {', '.join(missing)}" if there else "no such class"
+        yield f"{module}:{name} has {len(due)}", text if missing else None
+
+
+def check_names(wheel: Wheel) -> Iterator[Row]:
+    for module, _, items in table(NAMES):
+        due = in_force(items, wheel)
+        missing = [name for name in due if wheel.find(module, name) is None]
+        yield f"{module} has {len(due)}", f"no {', '.join(missing)}" if missing else None
+
+
+def check_calls(wheel: Wheel) -> Iterator[Row]:
+    for module, target, items in table(CALLS):
+        name, _, method = target.partition(".")
+        if method:
+            node = wheel.members(module, name).get(method)
+            signature = Signature.of(node) if isinstance(node, ast.FunctionDef) else None
         else:
-            lacks = missing(ast.parse(wheel.read(expect.path)), expect)
-        broken += bool(lacks)
-        what = f"{expect.path}:{expect.name or ', '.join(expect.names)}"
-        print(f"{'MISSING' if lacks else 'ok':8}{what}{': ' + '; '.join(lacks) if lacks else ''}")
-    print(f"{len(EXPECTED) - broken} of {len(EXPECTED)} expectations met by {path.rsplit('/', 1)[-1]}")
-    return 1 if broken else 0
+            signature = constructor(wheel, module, name)
+        if signature is None:
+            yield f"{module}:{target}()", "no such thing"
+            continue
+        yield f"{module}:{target}({', '.join(items)})", refused(signature, items)
+
+
+def refused(signature: Signature, items: list[str]) -> str | None:
+    given = {item[:-1] for item in items if item.endswith("=")}
+    ordered = [item for item in items if not item.endswith("=")]
+    for i, name in enumerate(ordered):
+        if i >= len(signature.positional):
+            return f"takes only {len(signature.positional)} arguments"
+        if name not in ("_", signature.positional[i][0]):
+            return f"argument {i + 1} is {signature.positional[i][0]!r}"
+    known = {name for name, _ in (*signature.positional, *signature.keyword)}
+    if unknown := given - known:
+        return f"takes no {', '.join(sorted(unknown))}"
+    rest = (*signature.positional[len(ordered) :], *signature.keyword)
+    needed = [name for name, default in rest if not default and name not in given]
+    return f"wants {', '.join(needed)}" if needed else None
+
+
+CHECKS = {
+    "imports": check_imports,
+    "overridden methods": check_overrides,
+    "members of classes": check_members,
+    "names of modules": check_names,
+    "calls": check_calls,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; 0 if nothing is missing, 1 if something is, 2 for a call without a wheel."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_file():
+        print("usage: check_signatures.py WHEEL", file=sys.stderr)
+        return 2
+    wheel = Wheel(Path(arguments[0]))
+    print(f"vLLM {wheel.version}, from {Path(arguments[0]).name}")
+    missing = 0
+    for title, check in CHECKS.items():
+        print(f"-- {title}")
+        for what, problem in check(wheel):
+            missing += problem is not None
+            print(f"  {'MISSING' if problem else 'ok     '}  {what}{f': {problem}' if problem else ''}")
+    print(f"{missing} missing in vLLM {wheel.version}" if missing else f"vLLM {wheel.version} has all of it")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        print(__doc__, file=sys.stderr)
-        sys.exit(2)
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,9 @@ from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Failures, WorkerReport
 from py_kvcache.scheduler import names as module
 from py_kvcache.scheduler.lookup import SEEN_FOR_S
-from py_kvcache.scheduler.manager import ABSENT_FOR_S, Manager
+from py_kvcache.scheduler.manager import ABSENT_FOR_S, HUNG_RETRY_S, Manager
 from py_kvcache.scheduler.probe import ChainAnswer, Prober
+from py_kvcache.scheduler.requests import wanted
 from py_kvcache.vllm_api import LookupResult
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
@@ -430,9 +431,9 @@ def test_a_block_that_fails_again_is_a_miss_for_twice_as_long():
     assert engine.ask(request) == [RETRY]
 
 
-@pytest.mark.parametrize(("fault", "healed"), [("checksum", True), ("missing", True), ("wrong_size", True),
+@pytest.mark.parametrize(("fault", "healed"), [("missing", True), ("checksum", False), ("wrong_size", False),
                                                ("io", False), ("timeout", False)])  # fmt: skip
-def test_a_store_heals_a_miss_for_damage_but_not_for_a_sick_file_system(fault: str, healed: bool):
+def test_a_store_heals_a_miss_for_absence_but_not_for_damage_or_a_sick_file_system(fault: str, healed: bool):
     engine = Engine()
     request = engine.admit("a", keys(1))
     found(engine, request, 1)
@@ -446,7 +447,7 @@ def test_blocks_behind_a_failed_one_are_looked_at_again_and_not_held_against_the
     engine = Engine()
     request = engine.admit("a", keys(3))
     found(engine, request, 3)
-    engine.fail_load(request, {request.keys[0]: "checksum", request.keys[1]: "cancelled"})
+    engine.fail_load(request, {request.keys[0]: "missing", request.keys[1]: "cancelled"})
     engine.store(request, request.keys[:1])
     engine.manager.complete_store(set(request.keys[:1]), request.context)
     assert engine.ask(engine.admit("b", keys(3))) == [HIT, RETRY, HIT]
@@ -529,9 +530,11 @@ def test_a_config_json_that_cannot_be_read_costs_a_warning_only(
     folder = tmp_path / engine.spaces.name(None)
     folder.mkdir()
     (folder / "config.json").write_text(content)
-    engine.ask(engine.admit("a", keys(1)))
-    engine.prober.jobs[0]()
-    assert "could not write config.json" in caplog.text
+    for name in ("a", "b"):
+        engine.ask(engine.admit(name, keys(1)))
+        engine.prober.jobs[0]()
+    assert "is unreadable, remove it" in caplog.text
+    assert len(engine.prober.jobs) == 1
 
 
 def test_a_read_only_root_costs_a_warning_only(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -788,3 +791,28 @@ def test_a_hung_file_system_makes_one_request_wait_and_the_others_miss_at_once_u
     assert len(engine.prober.questions) == 1, "nothing more is asked of a file system that owes an answer"
     engine.prober.reply(2)
     assert engine.ask(engine.admit("third", keys(2))) == [HIT, HIT]
+
+
+def test_while_one_look_up_hangs_another_is_tried_now_and_then_and_its_answer_opens_all_again():
+    engine = Engine()
+    first = engine.admit("first", keys(2))
+    engine.ask(first)
+    engine.now += 1
+    assert engine.ask(first) == [MISS]
+    engine.now += HUNG_RETRY_S
+    second = engine.admit("second", keys(3))
+    assert engine.ask(second) == [RETRY] * 3
+    assert engine.ask(engine.admit("third", keys(1))) == [MISS], "one request at a time pays for the trial"
+    hung = engine.prober.questions.pop(0)
+    engine.prober.reply(3)
+    assert engine.ask(second) == [HIT] * 3
+    assert engine.ask(engine.admit("fourth", keys(4)))[-1] is RETRY, "look-ups are on again"
+    assert hung.ticket != engine.prober.questions[-1].ticket
+
+
+@pytest.mark.parametrize("no", [False, 0, "false", "off", "no", [], {}])
+def test_whatever_is_not_plainly_a_yes_opts_out(no: Any):
+    assert not wanted({"py_kvcache": {"load": no}}, "load")
+    assert wanted({"py_kvcache": {"load": True}}, "load")
+    assert wanted({"py_kvcache": {}}, "load")
+    assert wanted(None, "load")

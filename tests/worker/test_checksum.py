@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_kvcache.errors import Fault
+from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
 from py_kvcache.layout import (
     ALGO_NONE,
     FOOTER_BYTES,
@@ -36,8 +36,14 @@ def sealed(payload=PAYLOAD, enabled=True, key=KEY):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_sealed_block_verifies_with_checksums_on_and_off(payload, enabled):
     data = memoryview(sealed(payload, enabled))
-    assert verify_block(data, KEY, payload, enabled=True) == (None, "")
+    assert verify_block(data, KEY, payload, enabled=enabled) == (None, "")
     assert verify_block(data, KEY, payload, enabled=False) == (None, "")
+
+
+def test_a_block_without_a_digest_is_not_served_to_one_who_wants_digests_and_is_left_alone():
+    fault, _ = verify_block(memoryview(sealed(enabled=False)), KEY, PAYLOAD, enabled=True)
+    assert fault is Fault.FOREIGN
+    assert fault not in PROOF_OF_DAMAGE
 
 
 def test_the_digest_covers_the_padded_payload_and_the_footers_fields():

@@ -19,7 +19,7 @@ from py_kvcache.layout import parse_block_path
 from py_kvcache.plan import TransferPlan, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorkerMetadata
 from py_kvcache.worker.counters import Counters
-from py_kvcache.worker.executor import FLUSH_PATIENCE_S, Executor
+from py_kvcache.worker.executor import FLUSH_PATIENCE_S, SHORTEST_STEP_S, Executor
 from py_kvcache.worker.jobs import Job, JobResult, Kind
 
 SPACE = "model_0123456789abcdef"
@@ -328,10 +328,14 @@ def test_a_refused_direct_read_shows_as_a_fallback(rig: Rig):
     assert rig.step()[2].samples.gauges[metrics.FALLBACK.name, ("buffered",)] == 1
 
 
-def test_steps_are_drawn_on_the_timeline_when_there_is_one(rig: Rig):
+def test_steps_are_drawn_on_the_timeline_when_there_is_one_and_empty_ones_are_left_out(rig: Rig):
     rig.executor.step_ended()
     rig.parts.trace = SimpleNamespace(complete=lambda *bar: rig.bars.append(bar))
     rig.executor.step_began()
+    rig.executor._step_began += 60  # however slow this machine is, that step was short
+    rig.executor.step_ended()
+    rig.executor.step_began()
+    time.sleep(2 * SHORTEST_STEP_S)
     rig.executor.step_ended()
     name, _lane, begin, duration, _ = rig.bars[0]
     assert (len(rig.bars), name) == (1, "forward")

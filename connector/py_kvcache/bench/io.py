@@ -12,7 +12,14 @@ from typing import Any
 from py_kvcache.bench.compare import Setting, compare
 from py_kvcache.bench.fio import JOBS, find_fio
 from py_kvcache.bench.sidework import checksum_cost, reduced, second_thread_cost
-from py_kvcache.bench.workspace import Progress, machine, no_progress, workspace
+from py_kvcache.bench.workspace import (
+    MOST_VALUES,
+    Progress,
+    check_passes,
+    machine,
+    no_progress,
+    workspace,
+)
 from py_kvcache.errors import ConfigError
 from py_kvcache.worker.probe import DirectProbe, probe_direct
 from py_kvcache.worker.ring import make_ring
@@ -20,6 +27,8 @@ from py_kvcache.worker.ring import make_ring
 SCHEMA = "py-kvcache.bench.io/1"
 MIB = 1 << 20
 SIZES = (1 * MIB, 4 * MIB, 28 * MIB)
+MOST_BYTES = 1024 * MIB
+MOST_DEPTH = 1024
 
 # What the data path is held against. No name here or in the report but read_ and write_ratio may contain
 # "ratio": scripts look for that word.
@@ -52,8 +61,19 @@ def run(
     """
     if not sizes or any(size % 4096 or size < 8192 for size in sizes):
         raise ConfigError("file sizes must be multiples of 4,096 bytes, 8,192 or more")
-    if depth < 2 or rounds < 1 or seconds <= 0:
-        raise ConfigError("depth must be at least 2, rounds at least 1, seconds above 0")
+    if max(sizes) > MOST_BYTES or len(sizes) > MOST_VALUES:
+        raise ConfigError(
+            f"file sizes must be {MOST_BYTES // MIB} MiB at most, {MOST_VALUES} of them at most"
+        )
+    if not 2 <= depth <= MOST_DEPTH:
+        raise ConfigError(f"depth must be from 2 to {MOST_DEPTH:,}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if depth * max(sizes) > memory // 2:
+        raise ConfigError(
+            f"depth times the largest file must be half of this machine's memory at most: {depth} times "
+            f"{max(sizes) // MIB} MiB is more than {memory // 2 // MIB:,} MiB"
+        )
+    check_passes(rounds, seconds)
     fio = find_fio()
     need = 4 * JOBS * max(sizes)
     with workspace(root, need) as folder:

@@ -15,7 +15,16 @@ from json import loads
 from typing import Any
 
 from py_kvcache.bench.metadata_worker import CHAIN, Task, block_files, publish, unpublish
-from py_kvcache.bench.workspace import Progress, block_key, machine, no_progress, part_of, workspace
+from py_kvcache.bench.workspace import (
+    MOST_VALUES,
+    Progress,
+    block_key,
+    check_passes,
+    machine,
+    no_progress,
+    part_of,
+    workspace,
+)
 from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.layout import block_path, temp_path
 from py_kvcache.worker.fileops import FileOps
@@ -24,6 +33,8 @@ from py_kvcache.worker.publication import CHAIN_STEP_NS, FileSettings
 SCHEMA = "py-kvcache.bench.metadata/1"
 FILES = (10_000, 100_000, 1_000_000)
 PROCESSES = (1, 4, 16)
+MOST_FILES = 100_000_000
+MOST_PROCESSES = 256  # each is an interpreter of some 20 MB
 
 LOOKUPS_PER_S = 200_000  # one process
 PUBLISH_VS_BARE = 0.80
@@ -56,8 +67,11 @@ def run(
     """
     if not files or list(files) != sorted(set(files)) or files[0] < 1 or not processes or min(processes) < 1:
         raise ConfigError("the numbers of files must be ascending, those of processes 1 or more")
-    if rounds < 1 or seconds <= 0:
-        raise ConfigError("rounds must be at least 1, seconds above 0")
+    if files[-1] > MOST_FILES or max(processes) > MOST_PROCESSES:
+        raise ConfigError(f"files must be {MOST_FILES:,} at most, processes {MOST_PROCESSES}")
+    if len(files) > MOST_VALUES or len(processes) > MOST_VALUES:
+        raise ConfigError(f"the lists must have {MOST_VALUES} numbers at most")
+    check_passes(rounds, seconds)
     # Most files lie alone in their folder, and a folder has a 4 KiB block of its own.
     spare = _MOST_PER_S * int(seconds + 1) + 100_000
     with workspace(root, files[-1] * 4096 + (256 << 20), 2 * files[-1] + spare) as folder:

@@ -5,29 +5,44 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import platform
+import re
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from py_kvcache import __version__
-from py_kvcache.errors import RootError
-from py_kvcache.layout import part_dir
+from py_kvcache.errors import ConfigError, RootError
+from py_kvcache.layout import part_dir, safe_hostname
+from py_kvcache.worker.leftovers import pid_is_alive
 from py_kvcache.worker.probe import filesystem_name
 
 # done steps, all steps, what is being done now
 Progress = Callable[[int, int, str], None]
 
+MOST_ROUNDS, MOST_SECONDS, MOST_VALUES = 1000, 600.0, 16
+_PREFIX = ".py-kvcache-bench"
+
 
 def no_progress(done: int, total: int, text: str) -> None:
     """Tell nobody."""
+
+
+def check_passes(rounds: int, seconds: float) -> None:
+    """Raise ConfigError for what would never end, or never begin."""
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ConfigError(f"rounds must be from 1 to {MOST_ROUNDS:,}")
+    if not 0 < seconds <= MOST_SECONDS:  # nor NaN
+        raise ConfigError(f"seconds must be above 0 and {MOST_SECONDS:g} at most")
 
 
 @contextlib.contextmanager
@@ -37,8 +52,11 @@ def workspace(root: str, need_bytes: int, need_files: int = 0) -> Iterator[str]:
     Raises:
         RootError: root is no folder that can be written to, or has too little space.
     """
-    if not Path(root).is_dir():
+    if not root:
+        raise ConfigError("ROOT is empty; give the folder of the cache, or set PY_KVCACHE_ROOT")
+    if "\0" in root or not Path(root).is_dir():
         raise RootError(errno.ENOTDIR, "not a folder", root)
+    remove_leftovers(root)  # before the space is counted
     space = os.statvfs(root)
     free = space.f_bavail * space.f_frsize
     if free < need_bytes:
@@ -50,11 +68,52 @@ def workspace(root: str, need_bytes: int, need_files: int = 0) -> Iterator[str]:
         raise RootError(
             errno.ENOSPC, f"the benchmark needs {need_files:,} inodes, {space.f_favail:,} are free", root
         )
-    folder = tempfile.mkdtemp(prefix=".py-kvcache-bench-", dir=os.path.abspath(root))
+    name = f"{_PREFIX}.{safe_hostname(socket.gethostname())}.{os.getpid()}.{secrets.token_hex(4)}"
+    folder = os.path.join(os.path.abspath(root), name)
     try:
-        yield folder
+        os.mkdir(folder, 0o700)
+        lock = _lock(folder)
+        try:
+            yield folder
+        finally:
+            if lock is not None:
+                os.close(lock)
     finally:
         remove_tree(folder)
+
+
+def _lock(folder: str) -> int | None:
+    """A descriptor that holds the folder's lock; None if another process does, or nobody can."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def remove_leftovers(root: str) -> list[str]:
+    """Remove workspaces of this host's dead processes (killed, or gone with the machine); return their names.
+
+    Others are left alone: of other hosts nobody knows here, and pods that share the node's name do not see
+    each other's processes, but the lock of a live one.
+    """
+    host = re.escape(safe_hostname(socket.gethostname()))
+    ours = re.compile(rf"{re.escape(_PREFIX)}\.{host}\.([0-9]{{1,9}})\.[0-9a-f]{{8}}")
+    removed = []
+    for name in os.listdir(root):
+        found = ours.fullmatch(name)
+        if found is None or pid_is_alive(int(found[1])):
+            continue
+        folder = os.path.join(os.path.abspath(root), name)
+        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or no folder
+            lock = _lock(folder)
+            if lock is not None:
+                remove_tree(folder)
+                os.close(lock)
+                removed.append(name)
+    return removed
 
 
 def remove_tree(folder: str) -> None:

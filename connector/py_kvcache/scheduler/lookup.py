@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
+from py_kvcache.errors import Fault
 
 BlockId = tuple[str, bytes]  # (space, OffloadKey)
 
@@ -20,8 +20,9 @@ LONGEST_BAN_S = 3_600.0
 MAX_SEEN = 1 << 20
 MAX_BANNED = 1 << 16
 
-# After these faults a new file may stand under the name as soon as one was stored.
-_HEALED_BY_STORE = frozenset({fault.value for fault in PROOF_OF_DAMAGE} | {Fault.MISSING.value})
+# After this fault a good file stands under the name as soon as one was stored. After proved damage that
+# is not so: the store may have found the damaged file still there and left it.
+_HEALED_BY_STORE = frozenset({Fault.MISSING.value})
 
 
 class Presence(Enum):

@@ -17,7 +17,7 @@ from py_kvcache import metrics
 from py_kvcache.config import Config
 from py_kvcache.errors import Fault
 from py_kvcache.namespace import Spaces
-from py_kvcache.plan import TransferPlan, WorkerReport
+from py_kvcache.plan import Failures, TransferPlan, WorkerReport
 from py_kvcache.scheduler.lookup import Index, Presence
 from py_kvcache.scheduler.names import Names
 from py_kvcache.scheduler.probe import ChainQuestion, Prober
@@ -36,6 +36,8 @@ logger = logging.getLogger("vllm.py_kvcache.manager")
 
 # A negative answer holds so long for the same request, which may be asked every step while it waits.
 ABSENT_FOR_S = 1.0
+# While the file system owes an answer, so often one request may ask and wait all the same.
+HUNG_RETRY_S = 5.0
 # Stands in place of the identity of a LoRA adapter whose files cannot be read.
 
 
@@ -67,6 +69,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._tickets = itertools.count(1)
         # The file system owes an answer for longer than a look-up may take: nobody waits for it then.
         self._hung = False
+        self._ask_again_at = 0.0
         self._samples = metrics.Samples()
         for metric in metrics.ALL:
             # Counters without labels of their own are exported from the start, as zero.
@@ -148,9 +151,13 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state.deferred = False
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
             state.gave_up = True
-            self._hung = self._hung or state.ticket is not None
+            if state.ticket is not None and not self._hung:
+                self._hung, self._ask_again_at = True, self._now + HUNG_RETRY_S
         elif self._hung and state.ticket is None:
-            state.gave_up = True
+            # One request in a while may still ask and wait: only one thread or one folder may hang.
+            state.gave_up = self._now < self._ask_again_at
+            if not state.gave_up:
+                self._ask_again_at = self._now + HUNG_RETRY_S
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM: one block of the chain. HIT, MISS, or wait (RETRY: asked; HIT_PENDING: being stored)."""
@@ -280,26 +287,25 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if report.layouts:
             self._names.set_layouts(report.layouts)
         for failures in report.failed_loads.values():
-            # Wholly cancelled, it would be found and loaded again at once, for ever.
-            alone = all(fault == Fault.CANCELLED.value for fault in failures.faults.values())
-            for key, fault in failures.faults.items():
-                self._note_failed_load(failures.space, key, fault, now, tried=alone)
+            self._note_failed_load(failures, now)
             self._samples.add(metrics.RECOMPUTED_BLOCKS, len(failures.faults))
         for failures in report.failed_stores.values():
             for key, fault in failures.faults.items():
                 self._index.store_failed((failures.space, key), fault)
         self._samples.merge_step(report.samples)
 
-    def _note_failed_load(self, space: str, key: bytes, fault: str, now: float, tried: bool) -> None:
-        if fault == Fault.CANCELLED.value and not tried:
-            # Not tried, since a block before it failed: nothing is known against it.
-            self._index.forget(((space, key),))
-            return
-        length = self._index.load_failed((space, key), fault, now)
+    def _note_failed_load(self, failures: Failures, now: float) -> None:
+        space, faults = failures.space, failures.faults
+        tried = {key: fault for key, fault in faults.items() if fault != Fault.CANCELLED.value}
+        # Wholly cancelled, it would be found and loaded again at once, for ever.
+        banned = tried or faults
+        self._index.forget((space, key) for key in faults.keys() - banned.keys())
+        lengths = [self._index.load_failed((space, key), fault, now) for key, fault in banned.items()]
+        first = next(iter(banned), b"")
         logger.warning(
-            "py-kvcache: block %s of %s could not be loaded (%s); it is computed again and taken for "
-            "missing for %.0f s",
-            key[:8].hex(), space, fault, length,
+            "py-kvcache: %d blocks of %s could not be loaded (the first: %s, %s); they are computed again, "
+            "and those that failed themselves (%d) are taken for missing for %.0f s or more",
+            len(faults), space, first[:8].hex(), banned.get(first, ""), len(banned), min(lengths, default=0),
         )  # fmt: skip
 
     def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ logger = logging.getLogger("vllm.py_kvcache.names")
 AdapterKey = tuple[str, int]  # path and vLLM's number of a LoRA adapter
 
 UNREADABLE = "unreadable"
+DESCRIBE_AGAIN_S = 60.0  # a full or read-only volume may be better then
 
 
 class Names:
@@ -25,6 +27,8 @@ class Names:
         self._config, self._spaces, self._prober = config, spaces, prober
         self._adapters: dict[AdapterKey, str | None] = {}
         self._used: set[str] = set()
+        self._described: set[str] = set()  # namespaces whose config.json stands, or never will
+        self._describe_at: dict[str, float] = {}
 
     def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:
         """The workers described their KV tensors: from now on names are known."""
@@ -50,8 +54,9 @@ class Names:
             if adapter is None or adapter == UNREADABLE:
                 return None
         name = self._spaces.name(adapter)
-        if name not in self._used:
-            self._used.add(name)
+        self._used.add(name)
+        if name not in self._described and time.monotonic() >= self._describe_at.get(name, 0.0):
+            self._describe_at[name] = time.monotonic() + DESCRIBE_AGAIN_S
             fields = self._spaces.fields(adapter)
             self._prober.run(lambda: self._write_config(name, fields))
         return name
@@ -82,5 +87,9 @@ class Names:
         config = self._config
         try:
             write_config(config.root_path, name, fields, dir_mode=config.dir_mode, file_mode=config.file_mode)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logger.warning("py-kvcache: could not write config.json of %s: %s", name, error)
+            return
+        except ValueError as error:
+            logger.warning("py-kvcache: config.json of %s is unreadable, remove it: %s", name, error)
+        self._described.add(name)

@@ -106,8 +106,16 @@ class Prober:
             thread.start()
 
     def ask(self, question: ChainQuestion) -> None:
-        """Queue a question; never blocks."""
-        self._tasks.put(lambda: self._answers.put(answer(question, self._lstat)))
+        """Queue a question; never blocks. Each gets exactly one answer, unless the file system hangs."""
+
+        def task() -> None:
+            reply = ChainAnswer(question.ticket, 0, errno.EIO)
+            try:
+                reply = answer(question, self._lstat)
+            finally:
+                self._answers.put(reply)
+
+        self._tasks.put(task)
 
     def run(self, job: Callable[[], None]) -> None:
         """Queue a job that handles its own errors; never blocks."""

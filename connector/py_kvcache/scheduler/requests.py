@@ -12,9 +12,12 @@ PARAMS_KEY = "py_kvcache"
 
 
 def wanted(params: Mapping[str, Any] | None, what: str) -> bool:
-    """Whether a request may load or store: kv_transfer_params {"py_kvcache": {"load": false, ...}}."""
+    """Whether a request may load or store: kv_transfer_params {"py_kvcache": {"load": false, ...}}.
+
+    Whatever is not plainly a yes counts as the no that its sender will have meant ("false", 0).
+    """
     ours = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
-    return not (isinstance(ours, Mapping) and ours.get(what) is False)
+    return not isinstance(ours, Mapping) or ours.get(what, True) in (True, "true", "on", "yes", None)
 
 
 @dataclass(slots=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+# A trial that ends with these says nothing about the file system's abilities.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Status(Enum):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from py_kvcache import layout
 from py_kvcache.errors import ConfigError, RootError
 from py_kvcache.tools import doctor_fs, doctor_host
-from py_kvcache.tools.checks import Check, Status
+from py_kvcache.tools.checks import FULL, Check, Status
 from py_kvcache.tools.mounts import mount_of
 from py_kvcache.tools.show import errno_text
 from py_kvcache.worker.probe import DirectProbe, RingProbe, choose_direct, probe_direct, probe_ring
@@ -42,6 +42,7 @@ class DoctorReport:
     io: str = ""  # "direct" | "buffered"
     mode: str = ""  # "loads and stores" | "loads only" | "nothing"
     publish: str = ""  # "link" | "rename" | ""
+    is_full: bool = False  # no byte or file could be made, so what needs one is not tried
 
     @property
     def is_good(self) -> bool:
@@ -72,6 +73,8 @@ def as_json(report: DoctorReport) -> str:
 
 def examine(root: str) -> DoctorReport:
     """Run all checks. Leaves nothing behind. Raises RootError when the root cannot be used at all."""
+    if not root:
+        raise ConfigError("ROOT is empty; give the folder of the cache, or set PY_KVCACHE_ROOT")
     if "\0" in root:
         raise RootError(errno.EINVAL, "not a path", root)
     root = os.path.abspath(root)
@@ -98,11 +101,16 @@ def _examine_inside(report: DoctorReport, root: str) -> None:
             report.checks.append(doctor_fs.check_direct(direct, scratch, root))
             ring = probe_ring(scratch)
             report.publish = "rename" if published[0].status is not Status.OK else "link"
+            if direct.errno in FULL:
+                raise OSError(direct.errno, os.strerror(direct.errno))
     except OSError as error:
         report.checks.append(_cannot_write(root, error))
+        report.is_full = error.errno in FULL
         report.mode = "loads only"
+        report.publish = ""
         direct = probe_direct(root, layout.ALIGN)
-        with tempfile.TemporaryDirectory() as elsewhere:
+        # The ring is the kernel's; where its trial lies matters little.
+        with tempfile.TemporaryDirectory(dir=_where_there_is_space()) as elsewhere:
             ring = probe_ring(elsewhere)
     report.checks += doctor_host.host_checks(ring)
     _conclude(report, ring, direct)
@@ -113,6 +121,8 @@ def _conclude(report: DoctorReport, ring: RingProbe, direct: DirectProbe) -> Non
     report.ring = "io_uring" if ring.ok and wanted.ring != "threads" else "threads"
     try:
         is_direct, _ = choose_direct(wanted.direct_io, direct)
+        # accepted there, but never direct, and that is known without a trial
+        is_direct = is_direct and (direct.ok or direct.filesystem not in doctor_fs.IN_MEMORY)
     except ConfigError as error:
         is_direct = False
         report.checks.append(Check("settings", Status.PROBLEM, str(error), "see direct I/O above"))
@@ -123,6 +133,13 @@ def _conclude(report: DoctorReport, ring: RingProbe, direct: DirectProbe) -> Non
             Check("settings", Status.PROBLEM, "ring=io_uring is set, but io_uring does not work here",
                   "set ring to auto or threads, or see io_uring above")
         )  # fmt: skip
+
+
+def _where_there_is_space() -> str | None:
+    """A folder for the ring's trial: in memory if the usual one is on the full volume too."""
+    usual = tempfile.gettempdir()
+    space = os.statvfs(usual)
+    return "/dev/shm" if not space.f_bavail and os.access("/dev/shm", os.W_OK) else usual
 
 
 def _settings(root: str) -> tuple[Settings, Check | None]:
@@ -207,9 +224,10 @@ def _cannot_write(root: str, error: OSError) -> Check:
         return Check(
             "permissions", Status.PROBLEM, "mounted read-only: blocks are loaded, none stored", remedy, data
         )
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free space or inodes, or raise the quota"
-        return Check("permissions", Status.PROBLEM, f"nothing can be made: {errno_text(code)}", remedy, data)
+    if code in FULL:
+        text = f"the volume is full ({errno_text(code)}): blocks are loaded, none stored"
+        remedy = "free space or inodes, or raise the quota; then run this again for what could not be tried"
+        return Check("permissions", Status.PROBLEM, text, remedy, data)
     seen = os.stat(root)
     text = (
         f"uid {os.geteuid()} gid {os.getegid()} cannot write: {errno_text(code)}; root is "

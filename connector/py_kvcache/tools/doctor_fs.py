@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from py_kvcache import layout
-from py_kvcache.tools.checks import Check, Status
+from py_kvcache.tools.checks import FULL, Check, Status
 from py_kvcache.tools.mounts import Mount
 from py_kvcache.tools.show import errno_text, human_age, human_bytes
 from py_kvcache.tools.volume import volume_space
@@ -20,7 +20,7 @@ from py_kvcache.worker.fileops import rename_noreplace
 from py_kvcache.worker.probe import DirectProbe
 
 _SKEW_S = 5.0
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def check_mount(mount: Mount | None) -> Iterator[Check]:
     if mount.fstype == "overlay":
         status = Status.NOTE
         remedy = "the container's own layer: lost with the container and shared with nobody; mount a volume"
-    elif mount.fstype in _IN_MEMORY:
+    elif mount.fstype in IN_MEMORY:
         status = Status.NOTE
         remedy = "this is memory: lost at restart, and it counts against the pod's limit; fine for trials"
     yield Check("file system", status, text, remedy, data)
@@ -142,7 +142,7 @@ def check_permissions(scratch: str, root: str, dir_mode: int) -> Check:
 
 
 def check_publication(scratch: str) -> Iterator[Check]:
-    """link and rename that refuse to replace, and who of them will be used."""
+    """link and rename that refuse to replace, and who of them will be used. Raises OSError if full."""
     link = _tries_to_replace(scratch, "link", os.link)
     rename = _tries_to_replace(scratch, "rename", rename_noreplace)
     if link == 0:
@@ -181,6 +181,8 @@ def _tries_to_replace(scratch: str, name: str, publish: Callable[[str, str], Non
     except FileExistsError:
         return 0
     except OSError as error:
+        if error.errno in FULL:
+            raise
         return error.errno or errno.EIO
     return -1
 
@@ -224,7 +226,13 @@ def check_direct(probe: DirectProbe, scratch: str, root: str) -> Check:
         )
     if probe.ok:
         return Check("direct I/O", Status.NOTE, reason, "nothing to do: the data is in memory anyway", data)
-    if probe.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+    if probe.filesystem in IN_MEMORY:
+        text = f"{probe.filesystem} is memory: O_DIRECT is not direct there, buffered I/O is used"
+        return Check("direct I/O", Status.NOTE, text, "nothing to do: the data is in memory anyway", data)
+    if probe.errno in FULL:
+        text = f"cannot be tried, the volume is full ({errno_text(probe.errno)}): reads find out"
+        return Check("direct I/O", Status.NOTE, text, data=data)
+    if probe.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         text = f"cannot be tried without writing ({errno_text(probe.errno)}): reads find out"
         return Check("direct I/O", Status.NOTE, text, data=data)
     remedy = "buffered I/O is used; for direct I/O put the root on ext4, xfs, NFS or Lustre"

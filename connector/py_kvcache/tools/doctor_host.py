@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import resource
 from collections.abc import Iterable
 
-from py_kvcache.tools.checks import Check, Status
+from py_kvcache.tools.checks import FULL, Check, Status
 from py_kvcache.tools.show import human_bytes
 from py_kvcache.worker.probe import RingProbe
 
@@ -85,6 +86,10 @@ def check_ring(ring: RingProbe, disabled: str, seccomp: bool) -> Check:
     data = {"ok": ring.ok, "reason": ring.reason, "seccomp": seccomp}
     if ring.ok:
         return Check("io_uring", Status.OK, "ring set-up, write and read work", data=data)
+    for code in FULL:
+        if f"[{errno.errorcode[code]}]" in ring.reason:
+            text = f"could not be tried: no space for its file ({errno.errorcode[code]}); threads until it can"
+            return Check("io_uring", Status.NOTE, text, "free space, then run this again", data)
     reason, _, remedy = ring.reason.partition(": ")
     if reason.count("(") != reason.count(")"):
         reason, remedy = ring.reason, ""  # the colon was an error message's

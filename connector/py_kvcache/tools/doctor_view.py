@@ -36,6 +36,8 @@ def show(report: DoctorReport, console: Console) -> None:
         + (f", published by {report.publish}" if report.publish else ""),
         highlight=False,
     )
+    if report.is_full:
+        console.print("  as far as can be known: the volume is full, and a trial needs space")
     if report.settings.ring != "auto" or report.settings.direct_io != "auto":
         settings = f"ring={report.settings.ring}, direct_io={report.settings.direct_io}"
         console.print(f"  as set by the environment: {settings}", style="dim")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 import typer
@@ -19,27 +22,121 @@ from py_kvcache.errors import ConfigError, KvCacheError, RootError
 from py_kvcache.tools.show import counted, errno_text, human_bytes, printable
 
 GOOD, PROBLEM, USAGE, ROOT_UNUSABLE, INTERRUPTED = 0, 1, 2, 3, 130
+CLOSED_PIPE = 128 + signal.SIGPIPE
 _PIPE_WIDTH = 200
+
+
+class _OutputError(Exception):
+    """stdout takes nothing; its text says why."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to failures(); rich would end the process."""
+        raise  # noqa: PLE0704  # called while the BrokenPipeError is handled
 
 
 def console_for(stream: TextIO) -> Console:
     """A console as wide as the terminal; lines in a pipe stay whole, so that grep finds them."""
-    return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, soft_wrap=not stream.isatty())
+    return _Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, soft_wrap=not stream.isatty())
 
 
 def answer(json_text: Callable[[], str], as_json: bool, show: Callable[[Console], None]) -> None:
     """Print the result on stdout: one JSON object, or text."""
-    if as_json:
-        print(json_text(), flush=True)
-    else:
-        show(console_for(sys.stdout))
-        sys.stdout.flush()
+    text = json_text() if as_json else ""
+    with _writing():
+        if as_json:
+            print(text, flush=True)
+        else:
+            show(console_for(sys.stdout))
+            sys.stdout.flush()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputError(f"stdout cannot be written to: {errno_text(error.errno or 0)}") from error
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Around everything: what is printed outside failures() (help, version) fails in one sentence as well."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+        raise SystemExit(CLOSED_PIPE) from None
+    except OSError as error:
+        _drop_stdout()
+        _complain(f"stdout cannot be written to: {errno_text(error.errno or 0)}")
+        raise SystemExit(PROBLEM) from None
+
+
+def _drop_stdout() -> None:
+    """Python would complain once more when it flushes at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_streams() -> None:
+    """Give a process that was started with closed streams (``>&-``) some; raises SystemExit without stdout.
+
+    Else the next file opened would get their number, and what a child prints would go into it.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # to the end of the process
+    if sys.stdout is None:
+        _complain("stdout is closed: there is nowhere to write the answer to")
+        raise SystemExit(PROBLEM)
+
+
+class _Signals:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, so that it removes what it made."""
+
+    def __init__(self) -> None:
+        self.number = int(signal.SIGINT)
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self.number = number
+        for again in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(again, signal.SIG_IGN)  # the first is being obeyed; it would end the cleaning up
+        raise KeyboardInterrupt
+
+
+_signals = _Signals()
+
+
+def interrupt_code() -> int:
+    """Exit code after a KeyboardInterrupt: 128 and the signal's number."""
+    return 128 + _signals.number
+
+
+def _obey_signals() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup ignores SIGHUP, and so do we then
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _signals)
 
 
 @contextmanager
 def failures(schema: str, as_json: bool) -> Iterator[None]:
     """Turn errors that a user can do something about into one sentence and an exit code."""
     try:
+        _obey_signals()
         yield
     except RootError as error:
         _fail(schema, as_json, ROOT_UNUSABLE, "root", str(error))
@@ -48,23 +145,38 @@ def failures(schema: str, as_json: bool) -> Iterator[None]:
     except KvCacheError as error:
         _fail(schema, as_json, PROBLEM, "problem", str(error))
     except BrokenPipeError:
-        # the reader (head, less) has enough; Python would complain once more when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(GOOD) from None
+        _drop_stdout()  # the reader (head, less) has enough
+        raise typer.Exit(CLOSED_PIPE) from None
+    except _OutputError as error:
+        _fail(schema, False, PROBLEM, "output", str(error))
     except OSError as error:
         where = f"{printable(str(error.filename))}: " if error.filename else ""
         _fail(schema, as_json, ROOT_UNUSABLE, "root", f"{where}{errno_text(error.errno or 0)}")
     except KeyboardInterrupt:
-        _fail(schema, as_json, INTERRUPTED, "interrupted", "interrupted")
+        _fail(schema, as_json, interrupt_code(), "interrupted", "interrupted")
+
+
+def fail_usage(schema: str, text: str) -> NoReturn:
+    """What failures() does with a usage error, for those that are found before a command begins."""
+    _fail(schema, True, USAGE, "usage", text)
 
 
 def _fail(schema: str, as_json: bool, code: int, kind: str, text: str) -> NoReturn:
     if as_json:
-        print(
-            json.dumps({"schema": schema, "good": False, "error": {"kind": kind, "text": text}}), flush=True
-        )
-    console_for(sys.stderr).print(f"[bold red]error:[/] {escape(printable(text))}", highlight=False)
+        told = {"schema": schema, "good": False, "error": {"kind": kind, "text": text}}
+        try:
+            print(json.dumps(told), flush=True)
+        except OSError:
+            _drop_stdout()
+    elif kind == "output":
+        _drop_stdout()
+    _complain(text)
     raise typer.Exit(code)
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # nobody is there to read it; the exit code tells
+        console_for(sys.stderr).print(f"[bold red]error:[/] {escape(printable(text))}", highlight=False)
 
 
 @contextmanager
@@ -91,7 +203,12 @@ def steps() -> Iterator[Callable[[int, int, str], None]]:
     """
     console = console_for(sys.stderr)
     if not console.is_terminal:
-        yield lambda done, total, text: console.print(f"[{done + 1}/{total}] {text}", markup=False)
+
+        def line(done: int, total: int, text: str) -> None:
+            with suppress(OSError):  # a measurement does not end with its audience
+                console.print(f"[{done + 1}/{total}] {text}", markup=False)
+
+        yield line
         return
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,13 +50,17 @@ class Parts:
         threading.Thread(target=work, name="py-kvcache-aside", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
-        """End everything, in the order in which the parts use each other."""
+        """End everything, in the order in which the parts use each other and all within one timeout.
+
+        Only copies on the device may take longer (see Reactor.stop): their memory is not ours to free.
+        """
         if self.closed:
             return
         self.closed = True
+        ends = time.monotonic() + timeout_s
         clean = self.reactor.stop(timeout_s)
         self.checksum.shutdown()
-        self.publisher.shutdown(timeout_s)
+        self.publisher.shutdown(max(0.0, ends - time.monotonic()))
         if clean:
             # Else kernel or helpers still have staging memory, which must then outlive us.
             self.device.close()
@@ -72,7 +76,11 @@ def open_trace(rank: int) -> Trace | None:
     path = os.environ.get(TRACE_VARIABLE)
     if not path:
         return None
-    return Trace(path if rank == 0 else f"{path}.rank{rank}", process=f"py-kvcache worker {rank}")
+    try:
+        return Trace(path if rank == 0 else f"{path}.rank{rank}", process=f"py-kvcache worker {rank}")
+    except OSError as error:
+        log.warning("py-kvcache: no timeline is written, %s=%s: %s", TRACE_VARIABLE, path, error.strerror)
+        return None
 
 
 def use_direct(config: Config, probe: DirectProbe) -> tuple[bool, str | None]:
@@ -98,10 +106,8 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
         fallbacks["buffered"] = reason
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     waker: Inbox[None] = Inbox(wake_fd)  # only its wake(), which is safe against a closed eventfd
-    # The probe's trial file needs a folder that can be written to; which one says nothing about the ring.
-    trial = root if os.access(root, os.W_OK) else tempfile.gettempdir()
     entries = 2 * (config.io_depth + config.open_lookahead) + 64
-    ring, reason = make_ring(config.ring, entries, config.io_depth + 2, wake_fd, trial)
+    ring, reason = make_ring(config.ring, entries, config.io_depth + 2, wake_fd, root)
     if reason is not None:
         fallbacks["threads"] = reason
     for mode, why in fallbacks.items():

@@ -76,11 +76,17 @@ def seal_block(buffer: memoryview, key: bytes, index: int, payload_bytes: int, *
 
 
 def verify_block(buffer: memoryview, key: bytes, payload_bytes: int, *, enabled: bool) -> Verdict:
-    """Check a block that was read completely. Footer and key always, the digest if enabled and present."""
+    """Check a block that was read completely: footer and key always, the digest if enabled.
+
+    A block without a digest is refused then. It cannot be one of this namespace, which names the algorithm,
+    so it is left alone like any file of somebody else's.
+    """
     end = padded(payload_bytes)
     footer, verdict = read_footer(buffer[end : end + FOOTER_BYTES], key, payload_bytes)
-    if footer is None or not enabled or footer.algorithm != ALGO_BLAKE3:
+    if footer is None or not enabled:
         return verdict
+    if footer.algorithm != ALGO_BLAKE3:
+        return Fault.FOREIGN, "the block has no digest, and checksums are on"
     if blake3(buffer[:end]).update(digest_header(footer)).digest() != footer.digest:
         return Fault.CHECKSUM, "payload does not match its digest"
     return None, ""

@@ -39,6 +39,9 @@ log = logging.getLogger("vllm.py_kvcache.worker.core")
 
 MAX_RETRIES = 8  # of one operation that was interrupted or refused for the moment
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+# At an open or create: about this process or machine, nothing is said about the block.
+RAN_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+SPARE_DESCRIPTORS = 64  # beside the files: ring, eventfds, threads, closes and folders under way
 # The gate says these once for the whole volume; each block would say them again.
 _OF_THE_VOLUME = frozenset({Fault.PAUSED, Fault.NO_SPACE})
 # Lost blocks that only the ring can bring back; what helpers do cannot be cancelled.
@@ -124,6 +127,18 @@ class Core:
         self.move(t, Event.AGAIN)
         return True
 
+    def ran_short(self, t: Transfer, stage: str, code: int) -> BlockError:
+        """What a block ends with when this process had no descriptor or memory for its file; warns."""
+        limits = self.settings
+        needed = limits.open_lookahead + limits.io_depth + limits.store_files + SPARE_DESCRIPTORS
+        self.journal.warn(
+            self.now,
+            ("ran short", errno.errorcode.get(code, "?")),
+            f"no file could be opened for a {t.run.job.kind.value} [{errno.errorcode.get(code, code)}] "
+            f"{os.strerror(code)}: raise `ulimit -n`, py-kvcache alone needs {needed} descriptors",
+        )
+        return BlockError(Fault.CANCELLED, t.work.path, code, stage)
+
     def apply_flags(self, t: Transfer) -> int:
         """Make the open file blocking, and direct if the block is. Returns an errno, 0 if all is well."""
         try:
@@ -206,7 +221,8 @@ class Core:
         self._ended_badly(t, error)
 
     def end_given_up(self, t: Transfer, error: BlockError) -> None:
-        """End a block whose job was given up while the device had it."""
+        """End a block that nobody holds, not by an error of its own: its job was given up, or we have no room."""
+        t.error = error
         self.move(t, Event.FAIL)
         self._count_drop(t.run, error, 1)
         self._ended_badly(t, error)
@@ -222,7 +238,7 @@ class Core:
                 self.staging.mark_stuck(t.slot)
             if new in _ON_RING:
                 self.ring.cancel(t.token)
-            self._count_drop(t.run, error, 1)
+        self._count_drop(t.run, error, 1)
         self._ended_badly(t, error)
 
     def let_go(self, t: Transfer) -> None:
@@ -264,6 +280,7 @@ class Core:
         """Report a job whose blocks nobody will follow any more: at the end of the thread only."""
         for t in run.active:
             run.failed[t.ordinal] = error
+            self._count_drop(run, error, 1)
         run.active.clear()
         self.skip_rest(run, error)
 

@@ -27,8 +27,9 @@ from py_kvcache.worker.report import Reporter
 
 log = logging.getLogger("vllm.py_kvcache.worker")
 
-# vLLM waits for stores whose blocks are about to be reused. So long the copies may go on; what has not
-# been copied then is not stored, since a stalled engine costs everybody more than a lost store.
+# vLLM waits for jobs whose blocks are about to be reused, and for all when it resets its cache. So long they
+# may go on; what has not been copied then is neither stored nor loaded, since a stalled engine costs
+# everybody more.
 FLUSH_PATIENCE_S = 0.02
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from py_kvcache.errors import PROOF_OF_DAMAGE, BlockError, Fault, fault_of
 from py_kvcache.layout import ALIGN
 from py_kvcache.worker.budget import RateBudget
+from py_kvcache.worker.core import MAX_RETRIES, RAN_SHORT
 from py_kvcache.worker.jobs import Running, Transfer
 from py_kvcache.worker.parts import SlotCopy, is_pending
 from py_kvcache.worker.staging import Use
@@ -31,6 +32,9 @@ log = logging.getLogger("vllm.py_kvcache.worker.loads")
 # io_uring answers EAGAIN instead of waiting for such files. O_NOFOLLOW: a symbolic link could lead anywhere.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
+# How long an open that found no descriptor waits for others to be closed, doubled at each try: 0.6 s in all.
+SHORT_WAIT_S = 0.0025
+
 _STORING = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
 
 
@@ -42,6 +46,7 @@ class Loads:
         self._size = core.settings.file_bytes
         self._jobs: deque[Running] = deque()  # with blocks that have not begun
         self._opened: list[tuple[int, Transfer]] = []  # heap by serial; may hold blocks given up since
+        self._short: list[tuple[float, Transfer]] = []  # when to open again; given-up ones included
         self._ready: list[Transfer] = []
         self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
         self._budget = RateBudget(core.settings.read_bytes_per_s)
@@ -68,13 +73,19 @@ class Loads:
         return any(is_pending(copy[0]) for copy in self._copies)
 
     def wait(self) -> float | None:
-        """Seconds until the rate limit allows what it holds back now; None if it holds back nothing."""
-        return self._budget.wait(self._core.now) or None if self._opened else None
+        """Seconds until rate limit or descriptors allow what they hold back now; None if they hold nothing."""
+        now = self._core.now
+        waits = [self._budget.wait(now)] if self._opened else []
+        waits.extend(when - now for when, _ in self._short)
+        return min((wait for wait in waits if wait > 0), default=None)
 
     # ---- open
 
     def _start_opens(self) -> None:
         core, census, jobs = self._core, self._core.census, self._jobs
+        self._open_the_short()
+        if self._short:
+            return  # to open more files would keep these waiting
         ahead = census[LoadState.OPENING] + census[LoadState.OPENED] + census[LoadState.OPENING_LOST]
         while jobs and ahead < self._settings.open_lookahead:
             run = jobs[0]
@@ -85,6 +96,25 @@ class Loads:
             core.move(t, Event.OPEN)
             self._open(t)
             ahead += 1
+
+    def _open_the_short(self) -> None:
+        now, waiting = self._core.now, self._short
+        self._short = [(when, t) for when, t in waiting if t.state is LoadState.QUEUED and when > now]
+        for when, t in waiting:
+            if t.state is LoadState.QUEUED and when <= now:
+                self._core.move(t, Event.OPEN)
+                self._open(t)
+
+    def _ran_short(self, t: Transfer, code: int) -> None:
+        core = self._core
+        if t.retries >= MAX_RETRIES:
+            core.end_given_up(t, core.ran_short(t, "open", code))
+            self._cut(t)
+            return
+        t.retries += 1
+        core.counters.retries += 1
+        core.move(t, Event.WAIT)
+        self._short.append((core.now + SHORT_WAIT_S * 2 ** (t.retries - 1), t))
 
     def _open(self, t: Transfer) -> None:
         flags = _OPEN_FLAGS | os.O_DIRECT if t.direct else _OPEN_FLAGS
@@ -99,7 +129,9 @@ class Loads:
         """The ring's answer to an open."""
         core = self._core
         if result < 0:
-            if core.again(t, -result):
+            if -result in RAN_SHORT:
+                self._ran_short(t, -result)
+            elif core.again(t, -result):
                 self._open(t)
             else:
                 self._fail(t, "open", fault_of(-result), -result)
@@ -248,9 +280,12 @@ class Loads:
             self._fail(t, "copy", Fault.DEVICE, 0, repr(error))
 
     def _fail(self, t: Transfer, stage: str, fault: Fault, code: int, detail: str = "") -> None:
-        core, run, path = self._core, t.run, t.work.path
+        core, path = self._core, t.work.path
         if fault in PROOF_OF_DAMAGE:
             core.publisher.quarantine(path, t.work.key, self._settings.payload_bytes)
         core.fail(t, stage, BlockError(fault, path, code, detail))
-        rest = BlockError(Fault.CANCELLED, path, 0, f"not loaded: block {t.ordinal} failed")
-        core.cut(run, t.ordinal, rest)
+        self._cut(t)
+
+    def _cut(self, t: Transfer) -> None:
+        rest = BlockError(Fault.CANCELLED, t.work.path, 0, f"not loaded: block {t.ordinal} failed")
+        self._core.cut(t.run, t.ordinal, rest)

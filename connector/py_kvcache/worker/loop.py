@@ -39,7 +39,7 @@ class Flush:
     """A question to the reactor: when does none of these jobs touch device memory any more?"""
 
     ids: set[int]
-    give_up_at: float  # stores not yet copied by then are dropped
+    give_up_at: float  # what is not being copied by then is given up
     answered: threading.Event = field(default_factory=threading.Event)
     gave_up: bool = False
 
@@ -246,8 +246,13 @@ class Loop:
                 run = core.jobs.get(job_id)
                 if run is None:
                     continue
-                if late and run.job.kind is Kind.STORE:
-                    core.skip_rest(run, BlockError(Fault.CANCELLED, first_path(run.job), 0, "flushed"))
+                if late:
+                    flushed = BlockError(Fault.CANCELLED, first_path(run.job), 0, "flushed")
+                    if run.job.kind is Kind.STORE:
+                        core.skip_rest(run, flushed)
+                    else:
+                        # Only its copies touch device memory: storage that is slow must not stall the engine.
+                        core.give_up(run, flushed)
                 if run.touches_device:
                     busy.add(job_id)
             question.ids = busy

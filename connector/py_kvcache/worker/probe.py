@@ -37,7 +37,8 @@ _NAMES = {
 }  # fmt: skip
 _IN_MEMORY = frozenset({_TMPFS, _RAMFS, _HUGETLBFS})
 
-# A root that we may not write to says nothing about O_DIRECT; reads try it and fall back by themselves.
+# A root that we may not write to says nothing about O_DIRECT; reads try it and fall back by themselves. Nor
+# does it say anything about the ring, which is then tried in another folder.
 _UNTRIED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
 _REMEDY = {
@@ -80,7 +81,10 @@ class DirectProbe:
 
 
 def probe_ring(directory: str, timeout_s: float = 10.0) -> RingProbe:
-    """Set up a ring, write and read a file in ``directory``, all in a child process that may die of it."""
+    """Set up a ring, write and read a file in ``directory``, all in a child process that may die of it.
+
+    Where ``directory`` is full or not to be written to, a temporary one serves as well.
+    """
     if not sys.executable:
         return RingProbe(False, "this Python does not know its own executable, so io_uring cannot be tried")
     return run_probe([sys.executable, "-c", _CHILD, directory], timeout_s)
@@ -142,7 +146,7 @@ def child_main(directory: str) -> int:
     """The probe child: one JSON line {stage, errno, text} on stdout; stage ``done`` means all worked."""
     stage, code, text = "done", 0, ""
     try:
-        _try_ring(directory)
+        _try_ring_somewhere(directory)
     except ImportError as error:
         stage, text = "import", str(error)
     except _StageError as error:
@@ -155,6 +159,19 @@ class _StageError(Exception):
     def __init__(self, stage: str, code: int) -> None:
         super().__init__(stage, code)
         self.stage, self.code = stage, code
+
+
+def _try_ring_somewhere(directory: str) -> None:
+    try:
+        _try_ring(directory)
+    except _StageError as error:
+        if error.stage == "setup" or error.code not in _UNTRIED:
+            raise
+        folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm"]
+        for folder in folders:
+            with contextlib.suppress(_StageError):
+                return _try_ring(folder)
+        raise
 
 
 def _try_ring(directory: str) -> None:

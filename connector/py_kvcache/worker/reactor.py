@@ -87,8 +87,8 @@ class Reactor:
     def flush(self, job_ids: set[int], patience_s: float) -> None:
         """Return when none of these jobs touches device memory any more, and none will.
 
-        Stores that have not been copied within ``patience_s`` are dropped; loads are waited for, which their
-        deadlines bound. Ids that are unknown or finished count as done.
+        After ``patience_s`` stores that have not been copied are dropped and loads are given up; from then
+        on only copies on the device are waited for. Ids that are unknown or finished count as done.
         """
         question = self.ask(job_ids, patience_s)
         while not question.answered.wait(0.5):

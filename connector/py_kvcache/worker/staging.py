@@ -74,7 +74,8 @@ def plan_slots(
             f"set staging_bytes to {MIN_SLOTS * slot_bytes} or more, or make block_tokens smaller"
         )
     # Too little for both: two thirds for I/O, so that copies never drain the disk pipeline altogether.
-    headroom = min(copy_headroom, max(1, slots // 3))
+    fits = slots >= io_depth + copy_headroom
+    headroom = copy_headroom if fits else min(copy_headroom, max(1, slots // 3))
     depth = min(io_depth, slots - headroom)
     warnings = []
     if depth < io_depth or headroom < copy_headroom:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from py_kvcache.errors import BlockError, Fault, fault_of
 from py_kvcache.layout import ALIGN
 from py_kvcache.worker.budget import RateBudget
+from py_kvcache.worker.core import RAN_SHORT
 from py_kvcache.worker.jobs import Running, Transfer
 from py_kvcache.worker.parts import SlotCopy, is_pending
 from py_kvcache.worker.staging import Use
@@ -227,6 +228,12 @@ class Stores:
     # ---- failure
 
     def _fail(self, t: Transfer, stage: str, error: BlockError) -> None:
-        self._core.fail(t, stage, error)
+        core = self._core
+        if stage == "create" and error.code in RAN_SHORT:
+            core.end_given_up(t, core.ran_short(t, stage, error.code))
+        elif error.fault is Fault.PAUSED:
+            core.end_given_up(t, error)  # the gate closed after the copy had begun
+        else:
+            core.fail(t, stage, error)
         if error.fault in _VOLUME_FAULTS:
-            self._core.skip_rest(t.run, error)
+            core.skip_rest(t.run, error)

@@ -66,6 +66,7 @@ class Event(IntEnum):
     FAIL = 13
     DROP = 14  # the job gives the block up
     RELEASED = 15  # whoever had a lost block's slot or descriptor let go
+    WAIT = 16  # no descriptor to be had: the open comes again later
 
 
 State = LoadState | StoreState
@@ -75,7 +76,8 @@ LOAD: Final[Mapping[State, Mapping[Event, State]]] = MappingProxyType(
     {
         _L.QUEUED: {_E.OPEN: _L.OPENING, _E.DROP: _L.FAILED},
         _L.OPENING: {
-            _E.OPENED: _L.OPENED, _E.AGAIN: _L.OPENING, _E.FAIL: _L.FAILED, _E.DROP: _L.OPENING_LOST,
+            _E.OPENED: _L.OPENED, _E.AGAIN: _L.OPENING, _E.WAIT: _L.QUEUED, _E.FAIL: _L.FAILED,
+            _E.DROP: _L.OPENING_LOST,
         },
         _L.OPENED: {_E.READ: _L.READING, _E.FAIL: _L.FAILED, _E.DROP: _L.FAILED},
         _L.READING: {
