@@ -1,7 +1,7 @@
 """`py-kvcache <command>`: arguments, output streams and exit codes; the work is in tools/ and bench/.
 
-Exit codes: 0 good, 1 problem found, 2 usage, 3 root unusable, 128 + N ended by signal N. Commands import what they
-need when they run, so that help is quick and needs neither torch nor vLLM.
+Exit codes: 0 good, 1 problem found, 2 usage, 3 root unusable, 128 + N ended by signal N.
+Commands import what they need when they run, so that help is quick and needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 class _Commands(TyperGroup):
     """With --json, a wrong option is told like every other error: as one JSON object."""
 
-    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *others: Any, **extra: Any) -> Any:
         """See click's."""
         words = list(sys.argv[1:] if args is None else args)
         with printing():
-            return self._run_json(words, extra) if "--json" in words else super().main(words, **extra)
+            return (
+                self._run_json(words, extra) if "--json" in words else super().main(words, *others, **extra)
+            )
 
     def _run_json(self, words: list[str], extra: dict[str, Any]) -> NoReturn:
         try:
@@ -82,7 +84,6 @@ app = typer.Typer(
     add_completion=False,
     context_settings=_CONTEXT,
 )
-
 
 
 def _not_empty(value: str) -> str:

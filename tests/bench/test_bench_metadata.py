@@ -69,6 +69,13 @@ def test_a_whole_run_reports_every_size_and_cleans_up(tmp_path):
         {"processes": ()},
         {"processes": (0,)},
         {"seconds": 0},
+        {"seconds": float("nan")},
+        {"seconds": 1e9},
+        {"rounds": 0},
+        {"rounds": 10**9},
+        {"files": (10**12,)},
+        {"files": range(1, 100)},
+        {"processes": (257,)},
     ],
 )
 def test_impossible_arguments_are_refused(tmp_path, wrong):

@@ -127,6 +127,86 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(root: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("given", [[], ["--json"]])
+@pytest.mark.parametrize("stream", [">&-", ">/dev/full", "</dev/null >&0"])
+@pytest.mark.parametrize("args", [["inspect", "ROOT"], ["verify", "ROOT"]])
+def test_an_answer_that_cannot_be_written_is_exit_code_1_and_one_sentence(
+    root: Any, stream: str, args: list[str], given: list[str]
+) -> None:
+    done = shell(root, args + given, stream)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: stdout ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("args", [["--help"], ["verify", "--help"], ["--version"]])
+def test_help_that_cannot_be_written_is_exit_code_1_and_one_sentence(root: Any, args: list[str]) -> None:
+    done = shell(root, args, ">/dev/full")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+
+
+def shell(root: Any, args: list[str], rest: str) -> subprocess.CompletedProcess[str]:
+    """With bash, for its redirections; ROOT stands for the root's path."""
+    words = " ".join(str(root.path) if word == "ROOT" else word for word in args)
+    return subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m py_kvcache {words} {rest}"], capture_output=True, text=True,
+        timeout=120, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [[], ["--json"]])
+def test_a_closed_pipe_is_told_by_the_exit_code_alone(root: Any, given: list[str]) -> None:
+    # the reader has gone before the answer comes
+    done = shell(root, ["inspect", "ROOT", *given], "| true; exit ${PIPESTATUS[0]}")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_error_reaches_whoever_still_listens(root: Any) -> None:
+    done = shell(root, ["inspect", "/none/none", "--json"], ">/dev/full")
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    done = shell(root, ["inspect", "ROOT", "--json"], "2>&-")
+    assert (done.returncode, json.loads(done.stdout)["good"]) == (0, True)
+    done = shell(root, ["inspect", "ROOT", "--json"], ">/dev/full 2>/dev/full")
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "schema", "part"),
+    [
+        (["inspect", "ROOT", "--bad"], "py-kvcache/inspect/1", "--bad"),
+        (["verify", "ROOT", "--threads", "0"], "py-kvcache/verify/1", "--threads"),
+        (["doctor", ""], "py-kvcache/doctor/1", "empty"),
+        (["inspect", ""], "py-kvcache/inspect/1", "empty"),
+        (["verify", ""], "py-kvcache/verify/1", "empty"),
+        (["doctor"], "py-kvcache/doctor/1", "ROOT"),
+        (["nonsense"], "py-kvcache/error/1", "nonsense"),
+        (["bench", "io", "--root", ""], "py-kvcache.bench.io/1", "empty"),
+        (["bench", "io", "--root", "ROOT", "--depth", "5000"], "py-kvcache.bench.io/1", "depth"),
+        (["bench", "io", "--root", "ROOT", "--seconds", "nan"], "py-kvcache.bench.io/1", "seconds"),
+        (["bench", "metadata", "--root", "ROOT", "--processes", "257"], "py-kvcache.bench.metadata/1", "256"),
+        (
+            ["bench", "metadata", "--root", "ROOT", "--files", "9" * 5000],
+            "py-kvcache.bench.metadata/1",
+            "999",
+        ),
+        (["bench", "metadata", "--root", "ROOT", "--rounds", "1e9"], "py-kvcache.bench.metadata/1", "rounds"),
+    ],
+)
+def test_a_wrong_option_is_a_json_object_when_one_was_asked_for(
+    root: Any, monkeypatch: pytest.MonkeyPatch, args: list[str], schema: str, part: str
+) -> None:
+    monkeypatch.delenv("PY_KVCACHE_ROOT", raising=False)
+    args = [str(root.path) if word == "ROOT" else word for word in args]
+    done = CliRunner().invoke(app, [*args, "--json"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["schema"], told["good"]) == (2, schema, False)
+    assert told["error"]["kind"] == "usage"
+    assert part in told["error"]["text"]
+    assert len(done.stderr.splitlines()) == 1
+    assert CliRunner().invoke(app, args).exit_code == 2
+    assert os.listdir(root.path) == []
+
+
 def test_lines_stay_whole_in_a_pipe(root: Any) -> None:
     path = root.block(root.namespace())
     path.write_bytes(b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -151,6 +152,51 @@ def test_a_volume_above_the_watermark_is_a_problem(tmp_path: Path, monkeypatch: 
     report = doctor.examine(str(tmp_path))
     assert found(report, "space").status is Status.PROBLEM
     assert not report.is_good
+
+
+def full_tmpfs(path: Path, options: str) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True).returncode:
+        pytest.skip("may not mount here")
+    with open(path / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.parametrize("options", ["size=64k", "size=64k,nr_inodes=2"])
+def test_a_full_volume_is_said_to_be_full_and_gets_no_other_advice(tmp_path: Path, options: str) -> None:
+    full_tmpfs(tmp_path, options)
+    try:
+        report = doctor.examine(str(tmp_path))
+        assert os.listdir(tmp_path) == ["filler"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert (report.ring, report.io, report.mode, report.is_good) == (
+        "io_uring",
+        "buffered",
+        "loads only",
+        False,
+    )
+    assert (report.publish, report.faster, report.is_full) == ("", [], True)
+    assert any("the volume is full" in c.text for c in report.checks if c.status is Status.PROBLEM)
+    assert "the volume is full, and a trial needs space" in text_of(report)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_volume_is_no_lack_of_links_or_io_uring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    ring = RingProbe(False, f"io_uring failed its trial at write: full [{errno.errorcode[code]}]")
+    monkeypatch.setattr(doctor, "probe_ring", lambda directory: ring)
+    report = doctor.examine(str(tmp_path))
+    assert "link" not in [c.name for c in report.checks]
+    assert report.is_full
+    assert found(report, "io_uring").status is Status.NOTE
+    assert report.faster == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_no_links_means_publication_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

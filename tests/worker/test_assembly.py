@@ -267,3 +267,23 @@ def test_the_timeline_of_a_worker_is_readable_after_it_ended(tmp_path: Path, mon
     parts.close(5)
     text = path.read_text().rstrip().rstrip(",")
     assert isinstance(json.loads(text if text.endswith("]") else text + "]"), list)
+
+
+def test_all_parts_share_one_timeout_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parts = build(settings(tmp_path))
+    clock, given = [1000.0], []
+    stop, shutdown = parts.reactor.stop, parts.publisher.shutdown
+    monkeypatch.setattr(assembly, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow_stop(timeout_s: float) -> bool:
+        clock[0] += 7
+        return stop(timeout_s)
+
+    def noted_shutdown(timeout_s: float) -> bool:
+        given.append(timeout_s)
+        return shutdown(timeout_s)
+
+    monkeypatch.setattr(parts.reactor, "stop", slow_stop)
+    monkeypatch.setattr(parts.publisher, "shutdown", noted_shutdown)
+    parts.close(10)
+    assert given == [3.0]

@@ -166,9 +166,135 @@ def test_the_daily_budget_stops_stores_and_blocks_not_written_cost_nothing(tmp_p
     bench.abandon(bench.create(2))
     assert outcome_of(bench.store(2)) == "done"
     assert outcome_of(bench.store(3)) == "done"
+    assert not bench.publisher.paused
     assert outcome_of(bench.store(4)) == (Fault.PAUSED, 0)
+    assert bench.publisher.refuses()
+    assert bench.publisher.paused
     bench.clock.now += 26 * 3600
+    assert not bench.publisher.refuses()
+    assert not bench.publisher.paused
     assert outcome_of(bench.store(4)) == "done"
+
+
+def test_a_budget_that_got_bytes_back_pauses_nothing(tmp_path, benches):
+    bench = benches(tmp_path, store_bytes_per_day=MIB)
+    created = bench.create(1)
+    assert outcome_of(bench.store(2)) == (Fault.PAUSED, 0)
+    assert bench.publisher.refuses()
+    bench.abandon(created)
+    assert not bench.publisher.refuses()
+    assert outcome_of(bench.store(2)) == "done"
+
+
+# ---- a root that is not there any more
+
+
+def swap(root, other):
+    """What unmounting and mounting do to a path."""
+    aside = root.with_name("aside")
+    root.rename(aside)
+    if other is not None:
+        other.rename(root)
+    return aside
+
+
+@pytest.mark.parametrize("has_folders", [False, True])
+def test_below_a_bare_mount_point_nothing_is_written_and_stores_go_on_when_the_volume_is_back(
+    tmp_path, benches, caplog, has_folders
+):
+    root, bare = tmp_path / "root", tmp_path / "bare"
+    root.mkdir()
+    bench = benches(root)
+    assert outcome_of(bench.store(1)) == "done"
+    bare.mkdir()
+    if has_folders:
+        (bare / Path(bench.final(2)).relative_to(root)).parent.mkdir(parents=True)
+    volume = swap(root, bare)
+    if has_folders:
+        bench.clock.now += 1.5  # a look a second is all there is, as no call fails here
+    before = sorted(root.rglob("*"))
+    for number in range(2, 6):
+        assert outcome_of(bench.store(number))[0] is Fault.PAUSED
+    assert bench.publisher.paused
+    assert bench.publisher.refuses()
+    bench.clock.now += 5
+    assert not bench.publisher.refuses(), "somebody must look again"
+    assert outcome_of(bench.store(2))[0] is Fault.PAUSED
+    assert sorted(root.rglob("*")) == before
+
+    root.rename(tmp_path / "bare")
+    volume.rename(root)
+    bench.clock.now += 1.5
+    assert outcome_of(bench.store(2)) == "done"
+    assert not bench.publisher.paused
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert str(root) in said[0]
+    assert "unmounted or replaced" in said[0]
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a file"])
+def test_while_the_root_is_gone_stores_are_paused_with_one_warning(tmp_path, benches, caplog, instead):
+    root = tmp_path / "root"
+    root.mkdir()
+    bench = benches(root)
+    volume = swap(root, None)
+    if instead == "a file":
+        root.touch()
+    for number in range(4):
+        assert outcome_of(bench.store(number))[0] is Fault.PAUSED
+        bench.clock.now += 0.6
+    assert bench.publisher.paused
+    assert len([record for record in caplog.records if str(root) in record.getMessage()]) == 1
+    if instead == "a file":
+        root.unlink()
+    volume.rename(root)
+    bench.clock.now += 1.5
+    assert outcome_of(bench.store(1)) == "done"
+
+
+def test_a_file_whose_root_went_away_while_it_was_written_is_paused_and_no_failure(tmp_path, benches):
+    root, bare = tmp_path / "root", tmp_path / "bare"
+    root.mkdir()
+    bare.mkdir()
+    bench = benches(root)
+    created = bench.create(1)
+    volume = swap(root, bare)
+    assert outcome_of(bench.commit(created, 1)) == (Fault.PAUSED, errno.ENOENT)
+    assert list(root.iterdir()) == []
+    assert bench.publisher.refuses()
+    assert volume.exists()
+
+
+def test_a_real_unmount_pauses_stores_until_the_volume_is_mounted_again(small_ext4, tmp_path, benches):
+    bench = benches(small_ext4)
+    assert outcome_of(bench.store(1)) == "done"
+    source = subprocess.run(["findmnt", "-no", "SOURCE", str(small_ext4)], capture_output=True, text=True)
+    held = tmp_path / "held"  # keeps the loop device, and with it st_dev, while the root is unmounted
+    held.mkdir()
+    subprocess.run(["mount", "--bind", str(small_ext4), str(held)], check=True)
+    try:
+        subprocess.run(["umount", str(small_ext4)], check=True)
+        assert outcome_of(bench.store(2))[0] is Fault.PAUSED
+        assert list(small_ext4.iterdir()) == []
+        subprocess.run(["mount", source.stdout.strip(), str(small_ext4)], check=True)
+    finally:
+        subprocess.run(["umount", str(held)], check=True)
+    bench.clock.now += 1.5
+    assert bench.is_hit(1)
+    assert outcome_of(bench.store(2)) == "done"
+
+
+def test_a_root_that_cannot_be_looked_at_for_a_moment_changes_nothing(tmp_path, benches):
+    bench = benches(tmp_path)
+
+    def broken(path):
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    bench.ops.stat = broken
+    bench.clock.now += 1.5
+    assert outcome_of(bench.store(1)) == "done"
+    assert not bench.publisher.paused
 
 
 # ---- a volume that cannot be written to

@@ -93,17 +93,39 @@ def test_flushed_stores_go_before_others(rig):
     assert copied[2:4] == ["(4, 0)", "(4, 1)"]
 
 
-def test_a_flush_of_a_load_waits_for_its_end_and_the_deadline_bounds_that(rig):
-    r = rig()
-    r.world.rule("read", LOSE)
-    r.load(1, 4, seconds=30)
+@pytest.mark.parametrize("stage", ["openat", "read", "verify"])
+def test_a_load_that_has_not_reached_the_device_is_given_up_after_the_patience_of_a_flush(rig, stage):
+    r = rig(lookahead=2)
+    r.world.rule(stage, LOSE)
+    r.load(1, 8, seconds=30)
+    r.load(2, 1, seconds=30)
     flush = r.reactor.ask({1}, 0.5)
-    r.run(5)
-    r.step(29)
+    r.run(10)
     assert not flush.answered.is_set()
-    r.step(2)
+    assert r.timeout == pytest.approx(0.5)
+    r.step(0.51)
     assert flush.answered.is_set()
-    assert set(r.faults(1).values()) == {Fault.TIMEOUT}
+    assert r.faults(1) == dict.fromkeys(range(8), Fault.CANCELLED)
+    assert 2 not in r.results
+    r.assert_well()
+
+
+def test_a_flush_of_a_load_waits_for_the_copies_that_the_device_has_begun_and_for_nothing_else(rig):
+    r = rig()
+    r.world.rule("copy_in", HOLD)
+    r.world.rule("read", LOSE, path="/1/1")
+    r.load(1, 2)
+    flush = r.reactor.ask({1}, 0.5)
+    r.run(10)
+    r.step(20)
+    assert not flush.answered.is_set()
+    assert 1 not in r.results
+    r.world.release()
+    r.run(3)
+    assert flush.answered.is_set()
+    assert r.faults(1) == {1: Fault.CANCELLED}
+    assert r.loaded(1, 0)
+    r.assert_well()
 
 
 def test_jobs_that_were_not_named_are_not_dropped(rig):

@@ -362,3 +362,84 @@ def test_a_read_that_ends_after_its_deadline_never_reaches_the_device(rig):
     r.run(5)
     assert r.device.loads == []
     r.assert_idle()
+
+
+# ---- given up, or no room: nothing is wrong with the block
+
+
+@pytest.mark.parametrize("stage", ["openat", "read", "verify"])
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_every_block_given_up_at_a_deadline_is_counted_once_wherever_it_was(rig, stage, lookahead):
+    r = rig(slots=4, reserve=1, io_depth=2, lookahead=lookahead)
+    r.world.rule(stage, LOSE)
+    r.load(1, 8, seconds=1)
+    r.run(10)
+    r.step(2)
+    assert r.faults(1) == dict.fromkeys(range(8), Fault.TIMEOUT)
+    assert r.reactor.snapshot().dropped == {("load", "timeout"): 8}
+
+
+def test_every_block_behind_a_failed_one_is_counted_once(rig):
+    r = rig(slots=4, reserve=1, io_depth=2, lookahead=4)
+    r.world.rule("read", -errno.EIO, path="/1/0")
+    r.world.rule("read", HOLD)
+    r.load(1, 8)
+    r.run(10)
+    assert len(r.results[1].failed) == 8
+    assert r.reactor.snapshot().dropped == {("load", "cancelled"): 7}
+
+
+def test_blocks_that_a_defect_of_ours_ends_are_counted_once(rig):
+    r = rig(io_depth=2, lookahead=2)
+    r.world.rule("read", HOLD)
+    r.load(1, 8)
+    r.run(10)
+    r.reactor._finish("a defect")
+    assert r.reactor.snapshot().dropped == {("load", "cancelled"): 8}
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_an_open_without_a_descriptor_comes_again_when_others_were_closed(rig, code):
+    r = rig()
+    r.world.rule("openat", -code, path="/1/1", times=3)
+    r.load(1, 6)
+    r.run(10)
+    assert 1 not in r.results, "it must wait, not spin"
+    r.live(lambda: 1 in r.results)
+    assert r.faults(1) == {}
+    assert all(r.loaded(1, n) for n in range(6))
+    r.run(5)
+    r.assert_idle()
+
+
+def test_a_load_that_never_gets_a_descriptor_is_cancelled_with_one_warning_that_says_how_many_it_takes(
+    rig, caplog
+):
+    r = rig(io_depth=4, lookahead=4, store_files=8)
+    r.world.rule("openat", -errno.EMFILE)
+    for job in range(3):
+        r.load(job, 5)
+    r.live(lambda: len(r.results) == 3)
+    assert all(r.faults(job) == dict.fromkeys(range(5), Fault.CANCELLED) for job in range(3))
+    snapshot = r.reactor.snapshot()
+    assert (snapshot.failures, snapshot.dropped) == ({}, {("load", "cancelled"): 15})
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "ulimit -n" in warning
+    assert f" {4 + 4 + 8 + 64} " in warning
+    r.run(5)
+    r.assert_idle()
+
+
+def test_a_load_that_waits_for_a_descriptor_still_ends_at_its_deadline(rig):
+    r = rig()
+    r.world.rule("openat", -errno.EMFILE)
+    r.load(1, 3, seconds=0.1)
+    r.run(5)
+    r.step(0.2)
+    assert r.faults(1) == dict.fromkeys(range(3), Fault.TIMEOUT)
+    r.world.release()
+    r.load(2, 3)
+    r.live(lambda: 2 in r.results)
+    assert r.faults(2) == {}
+    r.run(5)
+    r.assert_idle()

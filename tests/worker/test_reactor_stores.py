@@ -408,3 +408,28 @@ def test_stores_keep_to_the_configured_rate_and_copies_wait_with_them(rig):
     r.live(lambda: bool(r.results))
     assert 4.8 <= r.clock.now - began <= 5.1
     r.assert_idle()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_store_without_a_descriptor_is_dropped_and_no_failure(rig, caplog, code):
+    r = rig()
+    r.world.rule("create", -code, times=2)
+    r.store(1, 4)
+    r.run()
+    assert sorted(r.faults(1).values(), key=str) == [Fault.CANCELLED] * 2
+    snapshot = r.reactor.snapshot()
+    assert (snapshot.failures, snapshot.dropped) == ({}, {("store", "cancelled"): 2})
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "ulimit -n" in warning
+    r.assert_idle()
+
+
+def test_a_store_that_the_gate_turns_away_after_its_copy_is_dropped_and_no_failure(rig):
+    r = rig()
+    r.world.rule("create", Fault.PAUSED)
+    r.store(1, 9)
+    r.run()
+    assert r.faults(1) == dict.fromkeys(range(9), Fault.PAUSED)
+    snapshot = r.reactor.snapshot()
+    assert (snapshot.failures, snapshot.dropped) == ({}, {("store", "paused"): 9})
+    r.assert_idle()

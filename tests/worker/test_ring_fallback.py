@@ -230,3 +230,48 @@ def test_a_ring_refused_after_a_good_probe_falls_back_too(tmp_path, monkeypatch)
 def test_an_unknown_kind_of_ring_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="epoll"):
         make_ring("epoll", 64, 2, 0, str(tmp_path))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("stage", ["creating a file", "openat", "write"])
+def test_a_volume_that_cannot_take_the_trial_file_says_nothing_about_the_ring(
+    tmp_path, monkeypatch, capsys, code, stage
+):
+    tried = []
+
+    def trial(folder):
+        tried.append(folder)
+        if folder == str(tmp_path):
+            raise probe_module._StageError(stage, code)
+
+    monkeypatch.setattr(probe_module, "_try_ring", trial)
+    assert probe_module.child_main(str(tmp_path)) == 0
+    assert json.loads(capsys.readouterr().out)["stage"] == "done"
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize(("stage", "code"), [("setup", errno.EPERM), ("read", errno.EIO)])
+def test_what_is_about_the_ring_is_tried_in_no_other_folder(tmp_path, monkeypatch, capsys, stage, code):
+    tried = []
+
+    def trial(folder):
+        tried.append(folder)
+        raise probe_module._StageError(stage, code)
+
+    monkeypatch.setattr(probe_module, "_try_ring", trial)
+    assert probe_module.child_main(str(tmp_path)) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["stage"], said["errno"]) == (stage, code)
+    assert tried == [str(tmp_path)]
+
+
+def test_where_no_folder_can_take_the_trial_file_the_first_reason_is_told(tmp_path, monkeypatch, capsys):
+    def trial(folder):
+        raise probe_module._StageError(
+            f"creating a file in {folder}", errno.ENOSPC if folder == str(tmp_path) else errno.EROFS
+        )
+
+    monkeypatch.setattr(probe_module, "_try_ring", trial)
+    assert probe_module.child_main(str(tmp_path)) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["stage"], said["errno"]) == (f"creating a file in {tmp_path}", errno.ENOSPC)

@@ -126,3 +126,12 @@ def test_every_plan_leaves_slots_for_reads_for_copies_and_for_stores(depth, head
     assert plan.copy_headroom >= 1
     assert plan.io_depth + plan.copy_headroom == plan.slots == slots
     assert 1 <= plan.reserve_for_loads < slots
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 16])
+def test_slots_that_are_exactly_enough_are_used_as_asked_and_no_warning(depth):
+    for given_bytes in (None, (depth + 4) * SLOT):
+        plan = plan_slots(SLOT, io_depth=depth, copy_headroom=4, staging_bytes=given_bytes)
+        assert (plan.slots, plan.io_depth, plan.copy_headroom) == (depth + 4, depth, 4)
+        assert plan.warnings == ()
+        assert plan.reserve_for_loads < plan.slots

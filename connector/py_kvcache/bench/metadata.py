@@ -70,7 +70,7 @@ def run(
     if files[-1] > MOST_FILES or max(processes) > MOST_PROCESSES:
         raise ConfigError(f"files must be {MOST_FILES:,} at most, processes {MOST_PROCESSES}")
     if len(files) > MOST_VALUES or len(processes) > MOST_VALUES:
-        raise ConfigError(f"the lists must have {MOST_VALUES} numbers at most")
+        raise ConfigError(f"there must be {MOST_VALUES} numbers in a list at most")
     check_passes(rounds, seconds)
     # Most files lie alone in their folder, and a folder has a 4 KiB block of its own.
     spare = _MOST_PER_S * int(seconds + 1) + 100_000
@@ -142,19 +142,17 @@ def together(tasks: Sequence[Task], seconds: float) -> float:
     command = [sys.executable, "-m", "py_kvcache.bench.metadata_worker"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*command, task.as_json()],
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
+        children: list[subprocess.Popen[str]] = []
+        for task in tasks:
+            child = subprocess.Popen(
+                [*command, task.as_json()],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
-            for task in tasks
-        ]
-        stack.callback(_kill, children)
+            children.append(stack.enter_context(child))
+            stack.callback(_kill, child)
         for child in children:
             if _line(child) != "ready":
                 raise KvCacheError("a process of the benchmark did not start")
@@ -174,10 +172,9 @@ def _line(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline().strip()
 
 
-def _kill(children: Sequence[subprocess.Popen[str]]) -> None:
-    for child in children:
-        if child.poll() is None and sys.exc_info()[0] is not None:
-            child.kill()
+def _kill(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None and sys.exc_info()[0] is not None:
+        child.kill()
 
 
 def publish_vs_bare(folder: str, rounds: int, pairs: int = _PAIRS) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import stat
 import sys
 import time
@@ -121,11 +122,15 @@ def main(arguments: Sequence[str]) -> int:
     task = Task(**json.loads(arguments[0]))
     batches = prepare(task)
     print("ready", flush=True)
-    end = float(sys.stdin.readline())
+    word = sys.stdin.readline()
+    if not word:
+        return 1  # whoever started this has gone
+    end = float(word)
     done, seconds = work(task, batches, end)
     print(json.dumps({"done": done, "seconds": seconds}), flush=True)
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who started this ends it
     sys.exit(main(sys.argv[1:]))

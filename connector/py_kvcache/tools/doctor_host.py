@@ -88,7 +88,9 @@ def check_ring(ring: RingProbe, disabled: str, seccomp: bool) -> Check:
         return Check("io_uring", Status.OK, "ring set-up, write and read work", data=data)
     for code in FULL:
         if f"[{errno.errorcode[code]}]" in ring.reason:
-            text = f"could not be tried: no space for its file ({errno.errorcode[code]}); threads until it can"
+            text = (
+                f"could not be tried: no space for its file ({errno.errorcode[code]}); threads until it can"
+            )
             return Check("io_uring", Status.NOTE, text, "free space, then run this again", data)
     reason, _, remedy = ring.reason.partition(": ")
     if reason.count("(") != reason.count(")"):

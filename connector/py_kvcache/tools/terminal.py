@@ -38,7 +38,9 @@ class _Console(Console):
 
 def console_for(stream: TextIO) -> Console:
     """A console as wide as the terminal; lines in a pipe stay whole, so that grep finds them."""
-    return _Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, soft_wrap=not stream.isatty())
+    return _Console(
+        file=stream, width=None if stream.isatty() else _PIPE_WIDTH, soft_wrap=not stream.isatty()
+    )
 
 
 def answer(json_text: Callable[[], str], as_json: bool, show: Callable[[Console], None]) -> None:
@@ -123,21 +125,28 @@ def interrupt_code() -> int:
     return 128 + _signals.number
 
 
-def _obey_signals() -> None:
+@contextmanager
+def _obeying_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP, and so do we then
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _signals)
+    # nohup ignores SIGHUP, and so do we then
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, _signals)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def failures(schema: str, as_json: bool) -> Iterator[None]:
     """Turn errors that a user can do something about into one sentence and an exit code."""
     try:
-        _obey_signals()
-        yield
+        with _obeying_signals():
+            yield
     except RootError as error:
         _fail(schema, as_json, ROOT_UNUSABLE, "root", str(error))
     except ConfigError as error:

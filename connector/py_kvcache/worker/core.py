@@ -221,7 +221,7 @@ class Core:
         self._ended_badly(t, error)
 
     def end_given_up(self, t: Transfer, error: BlockError) -> None:
-        """End a block that nobody holds, not by an error of its own: its job was given up, or we have no room."""
+        """End a block that nobody holds, for a reason that is not its own: its job was given up, say."""
         t.error = error
         self.move(t, Event.FAIL)
         self._count_drop(t.run, error, 1)

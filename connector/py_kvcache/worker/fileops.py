@@ -58,6 +58,7 @@ class FileOps:
         self.fchmod = os.fchmod
         self.utime = os.utime
         self.fadvise = os.posix_fadvise
+        self.stat = os.stat
         self.lstat = os.lstat
         self.access = os.access
         self.mkdir = os.mkdir

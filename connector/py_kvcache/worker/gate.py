@@ -1,4 +1,4 @@
-"""May a store begin now? Joins watermark, daily budget and a root that cannot be written to."""
+"""May a store begin now? Joins watermark, daily budget and a root that is gone or cannot be written to."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from py_kvcache.worker.fileops import FileOps
+    from py_kvcache.worker.rootwatch import RootWatch
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -24,7 +25,7 @@ WARN_AGAIN_S = 600.0
 
 
 class StoreGate:
-    """Thread-safe; ``enter`` may block on statvfs, everything else returns at once."""
+    """Thread-safe; ``enter`` and ``failed`` may block on the file system, everything else returns at once."""
 
     def __init__(
         self,
@@ -33,11 +34,15 @@ class StoreGate:
         watermark: Watermark,
         budget: DayBudget,
         clock: Callable[[], float] = time.monotonic,
+        watch: RootWatch | None = None,
     ) -> None:
         self._ops, self._root, self._clock = ops, root, clock
         self._lock = threading.Lock()
         self._watermark, self._budget = watermark, budget
         self._off_until, self._off_code = float("-inf"), 0
+        self._watch, self._away = watch, False
+        self._watched_at = float("-inf")
+        self._too_much = 0  # bytes that the budget refused last
         self._warned: dict[str, float] = {}  # reason -> when
 
     def enter(self, path: str, nbytes: int) -> None:
@@ -50,6 +55,11 @@ class StoreGate:
         with self._lock:
             self._check_off(path, now)
             due = self._watermark.is_due(now, nbytes)
+            watch_due = now - self._watched_at >= CHECK_EVERY_S
+        if watch_due:
+            self._look_at_root(now)
+        if self._away:
+            raise BlockError(Fault.PAUSED, path, errno.ENOENT, "the root was unmounted or replaced")
         space = self._look() if due else None
         with self._lock:
             if due:
@@ -65,8 +75,10 @@ class StoreGate:
             self._rearm("watermark", now)
             if not self._budget.admit(now, nbytes):
                 self._watermark.finish(nbytes, written=False)
+                self._too_much = nbytes
                 self._warn("budget", f"the budget of {self._budget.limit} bytes a day is spent")
                 raise BlockError(Fault.PAUSED, path, 0, "store_bytes_per_day")
+            self._too_much = 0
             self._rearm("budget", now)
 
     def leave(self, nbytes: int, *, written: bool) -> None:
@@ -82,6 +94,8 @@ class StoreGate:
         if error.fault is Fault.NO_SPACE:
             # statvfs knows nothing of quotas: without a pause every store would be copied and refused.
             self._turn_off(code, CHECK_EVERY_S, "is full; stores are paused for a moment at a time")
+        elif code in (errno.ENOENT, errno.ENOTDIR):
+            self._look_at_root(self._clock())
         elif code == errno.EROFS or (code in (errno.EACCES, errno.EPERM) and not self._may_write()):
             self._turn_off(code, REFUSED_AGAIN_S, "cannot be written to; blocks are loaded but not stored")
 
@@ -95,13 +109,37 @@ class StoreGate:
     @property
     def paused(self) -> bool:
         """State for the gauge."""
-        return self._watermark.paused or self._clock() < self._off_until
+        now = self._clock()
+        with self._lock:
+            return self._away or self._watermark.paused or now < self._off_until or self._is_spent(now)
 
     def refuses(self) -> bool:
         """True if a store would be refused now without any look at the volume: spare the copy."""
         now = self._clock()
         with self._lock:
-            return now < self._off_until or (self._watermark.paused and not self._watermark.is_due(now, 0))
+            if now < self._off_until or self._is_spent(now):
+                return True
+            if self._away and now - self._watched_at < CHECK_EVERY_S:
+                return True
+            return self._watermark.paused and not self._watermark.is_due(now, 0)
+
+    def _is_spent(self, now: float) -> bool:
+        return not self._budget.affords(now, self._too_much)
+
+    def _look_at_root(self, now: float) -> None:
+        away = self._watch is not None and not self._watch.is_same()
+        with self._lock:
+            self._watched_at, before, self._away = now, self._away, away
+            if away:
+                self._warn(
+                    "root",
+                    f"{self._root} is no longer the volume of the start: it was unmounted or replaced; "
+                    "nothing is stored until the same one is back (if you changed it, restart the engine)",
+                )
+                return
+            self._rearm("root", now)
+        if before:
+            log.info("py-kvcache: %s is back, stores go on", self._root)
 
     def _check_off(self, path: str, now: float) -> None:
         if now < self._off_until:

@@ -73,7 +73,7 @@ class Loads:
         return any(is_pending(copy[0]) for copy in self._copies)
 
     def wait(self) -> float | None:
-        """Seconds until rate limit or descriptors allow what they hold back now; None if they hold nothing."""
+        """Seconds until rate limit or descriptors may allow what they hold back; None if nothing."""
         now = self._core.now
         waits = [self._budget.wait(now)] if self._opened else []
         waits.extend(when - now for when, _ in self._short)

@@ -41,6 +41,8 @@ _IN_MEMORY = frozenset({_TMPFS, _RAMFS, _HUGETLBFS})
 # does it say anything about the ring, which is then tried in another folder.
 _UNTRIED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
+_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
+
 _REMEDY = {
     errno.EPERM: (
         "io_uring is forbidden here (seccomp profile of the container runtime, or kernel.io_uring_disabled): "
@@ -167,8 +169,7 @@ def _try_ring_somewhere(directory: str) -> None:
     except _StageError as error:
         if error.stage == "setup" or error.code not in _UNTRIED:
             raise
-        folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm"]
-        for folder in folders:
+        for folder in filter(None, [os.environ.get("TMPDIR"), *_TEMPORARY]):
             with contextlib.suppress(_StageError):
                 return _try_ring(folder)
         raise
@@ -201,6 +202,8 @@ def _round_trip(ring: Ring, wake: int, path: str) -> None:
     fd = _await(ring, wake, "openat")
     ring.write(2, fd, wrote, 0)
     written = _await(ring, wake, "write")
+    if written < _PROBE_BYTES:
+        raise _StageError("write", errno.ENOSPC)  # short in a file of our own: there was no room for the rest
     ring.read(3, fd, back, 0)
     read = _await(ring, wake, "read")
     ring.close(4, fd)

@@ -22,6 +22,7 @@ from py_kvcache.worker.finalname import Counts, FinalNames
 
 if TYPE_CHECKING:
     from py_kvcache.worker.fileops import FileOps
+    from py_kvcache.worker.rootwatch import RootWatch
 
 log = logging.getLogger(f"vllm.{__name__}")
 
@@ -61,8 +62,10 @@ class BlockFiles:
     ``direct`` may be changed at any time; it becomes False here when the file system refuses O_DIRECT.
     """
 
-    def __init__(self, ops: FileOps, settings: FileSettings, *, direct: bool = False) -> None:
-        self.ops, self.settings, self.direct = ops, settings, direct
+    def __init__(
+        self, ops: FileOps, settings: FileSettings, *, direct: bool = False, watch: RootWatch | None = None
+    ) -> None:
+        self.ops, self.settings, self.direct, self._watch = ops, settings, direct, watch
         self.counts = Counts()
         self._root = settings.root.rstrip("/") + "/"
         self.names = FinalNames(ops, self.counts)
@@ -73,7 +76,8 @@ class BlockFiles:
         Returns:
             Descriptor (the caller's) and temporary name, or None if a regular file has the final name.
         Raises:
-            BlockError: nothing is left behind (but perhaps empty folders).
+            BlockError: nothing is left behind (but perhaps empty folders). PAUSED if the root is another one
+            now: below a bare mount point no folder is made.
         """
         open_, mode = self.ops.open, self.settings.file_mode
         try:
@@ -84,6 +88,8 @@ class BlockFiles:
                 try:
                     return open_(temp, _CREATE | os.O_DIRECT if direct else _CREATE, mode), temp
                 except FileNotFoundError:
+                    if self._is_root_away():
+                        raise
                     # GC removes empty folders at any time: made and gone again is possible, so try again.
                     self._make_folder(final.rpartition("/")[0])
                 except FileExistsError:
@@ -227,9 +233,13 @@ class BlockFiles:
             if self.counts.add("temp_left") == 1:
                 log.warning("py-kvcache left %s for GC: %s", temp, error)
 
-    @staticmethod
-    def _error(error: OSError, final: str, step: str) -> BlockError:
+    def _is_root_away(self) -> bool:
+        return self._watch is not None and not self._watch.is_same()
+
+    def _error(self, error: OSError, final: str, step: str) -> BlockError:
         code = error.errno or errno.EIO
+        if code in (errno.ENOENT, errno.ENOTDIR) and self._is_root_away():
+            return BlockError(Fault.PAUSED, final, code, "the root was unmounted or replaced")
         # ENOENT here says that a folder or the root went away, not that a block is missing.
         fault = Fault.IO if code == errno.ENOENT else fault_of(code)
         return BlockError(fault, final, code, step)

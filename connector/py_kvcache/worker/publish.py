@@ -20,6 +20,7 @@ from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.gate import StoreGate
 from py_kvcache.worker.publication import BlockFiles, FileSettings
 from py_kvcache.worker.quarantine import Outcome, Quarantine
+from py_kvcache.worker.rootwatch import RootWatch
 from py_kvcache.worker.watermark import DayBudget, Watermark
 
 if TYPE_CHECKING:
@@ -88,13 +89,15 @@ class Publisher:
         on_done: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.files = BlockFiles(ops, settings.files, direct=settings.direct)
+        watch = RootWatch(ops, settings.files.root)
+        self.files = BlockFiles(ops, settings.files, direct=settings.direct, watch=watch)
         self.gate = StoreGate(
             ops,
             settings.files.root,
             Watermark(settings.store_stop_at, settings.store_resume_at),
             DayBudget(settings.store_bytes_per_day),
             clock,
+            watch,
         )
         self._on_done = on_done
         self._quarantine = Quarantine(ops, checksum=settings.checksum, clock=clock)
@@ -153,7 +156,7 @@ class Publisher:
 
     @property
     def paused(self) -> bool:
-        """True while stores are off: volume at its mark, out of space or read-only."""
+        """True while stores are off: volume at its mark, full, read-only or gone, or budget spent."""
         return self.gate.paused
 
     def counters(self) -> dict[str, int]:

@@ -104,16 +104,23 @@ class DayBudget:
         self._hours: deque[tuple[int, int]] = deque()  # (hour number, bytes), oldest first
         self._spent = 0
 
-    def admit(self, now: float, nbytes: int) -> bool:
-        """Spend ``nbytes``; False if that would exceed the budget."""
+    def affords(self, now: float, nbytes: int) -> bool:
+        """Whether ``nbytes`` would be admitted now."""
         if not self.limit:
             return True
         hour = int(now // _HOUR_S)
         # 25 hour bins, so that the window is never shorter than a day.
         while self._hours and self._hours[0][0] <= hour - 25:
             self._spent -= self._hours.popleft()[1]
-        if self._spent + nbytes > self.limit:
+        return self._spent + nbytes <= self.limit
+
+    def admit(self, now: float, nbytes: int) -> bool:
+        """Spend ``nbytes``; False if that would exceed the budget."""
+        if not self.affords(now, nbytes):
             return False
+        if not self.limit:
+            return True
+        hour = int(now // _HOUR_S)
         earlier = self._hours.pop()[1] if self._hours and self._hours[-1][0] == hour else 0
         self._hours.append((hour, earlier + nbytes))
         self._spent += nbytes
