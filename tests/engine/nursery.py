@@ -128,7 +128,7 @@ def real_model(folder: Path, seed: int = 1, **changes: Any) -> str:
 
 
 def _register_models() -> None:
-    """Else vLLM looks at each model class in a new process, which imports vLLM again (once per home folder)."""
+    """Else vLLM looks at each model class in a new process, which imports vLLM again."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
     from vllm.model_executor.models.llama import LlamaForCausalLM

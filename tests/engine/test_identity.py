@@ -141,7 +141,7 @@ def with_lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 "again": started.generate([PROMPT], lora=lora),
                 "computed": started.generate([PROMPT], lora=lora, extra_args=OPT_OUT),
             }
-    yield answers
+    return answers
 
 
 def test_an_adapter_does_not_find_the_plain_models_blocks(with_lora: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from nursery import engine, real_model, session
-from server import Server
 from session import CONNECTOR, EngineError, Session, engine_arguments, prompt
 
 from py_kvcache import metrics
+from server import Server
 
 BLOCK = 256  # the default, as nothing but the root is configured here
 LENGTH = 4 * BLOCK + 20
@@ -81,7 +81,12 @@ class TokenServer(Server):
 
     def complete(self, tokens: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """Text and number of cached tokens of a greedy answer."""
-        body = {"model": "SmolLM2-135M-Instruct", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0}
+        body = {
+            "model": "SmolLM2-135M-Instruct",
+            "prompt": tokens,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/v1/completions",
             data=json.dumps({**body, "ignore_eos": True, **more}).encode(),
@@ -157,7 +162,7 @@ def served(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         server.complete(prompt(6000, seed=3), max_tokens=1)
         seen["seconds"] = server.stop()
         seen["log"] = server.log.read_text()
-    yield seen
+    return seen
 
 
 def hashes_need_no_seed() -> bool:
@@ -178,7 +183,7 @@ def damage(server: TokenServer, root: Path, seen: dict[str, Any]) -> None:
 
 
 def probe_error(server: TokenServer, root: Path) -> None:
-    """For the time of one request the blocks' folder is a link to itself: look-up and store fail with ELOOP."""
+    """For one request the blocks' folder is a link to itself: look-up and store fail with ELOOP."""
     (folder,) = root.glob("*_r0")
     aside = folder.rename(folder.with_name("aside"))
     folder.symlink_to(folder.name)
@@ -307,7 +312,9 @@ def test_data_parallel_engines_of_one_group_store_what_any_engine_finds(model: s
         for started in ranks:
             started.close()
     assert len(blocks(tmp_path)) == 2 * (LENGTH // 64) and temporaries(tmp_path) == []
-    assert len({file.parents[2] for file in blocks(tmp_path)}) == 1, "a rank of the group is no part of the model"
+    assert len({file.parents[2] for file in blocks(tmp_path)}) == 1, (
+        "a rank of the group is no part of the model"
+    )
     with engine(arguments) as alone:
         answer = alone.generate(prompts)
         assert [[tokens] for tokens in answer["tokens"]] == cold
@@ -371,7 +378,8 @@ def test_tensor_parallel_ranks_write_each_shard_once_and_load_it_again(model: st
     )
     # Its workers are processes of their own, which vLLM starts anew.
     two = Session(
-        {"PYTHONHASHSEED": "0", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONDONTWRITEBYTECODE": ""}, timeout=400
+        {"PYTHONHASHSEED": "0", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONDONTWRITEBYTECODE": ""},
+        timeout=400,
     )
     try:
         two.call("start", **arguments)
@@ -388,4 +396,6 @@ def test_tensor_parallel_ranks_write_each_shard_once_and_load_it_again(model: st
     shards = [file for file in blocks(tmp_path) if file.parents[2].name not in single]
     assert len(shards) == 2 * count and temporaries(tmp_path) == []
     assert {file.parents[2].name[-3:] for file in shards} == {"_r0", "_r1"}
-    assert {file.stat().st_size for file in shards} != {blocks(tmp_path / next(iter(single)))[0].stat().st_size}
+    assert {file.stat().st_size for file in shards} != {
+        blocks(tmp_path / next(iter(single)))[0].stat().st_size
+    }

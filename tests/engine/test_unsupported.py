@@ -1,4 +1,4 @@
-"""What we do not serve is one sentence at start, or an engine without a cache; odd roots serve what they can."""
+"""What we do not serve is one sentence at start, or an engine without a cache; odd roots serve too."""
 
 from __future__ import annotations
 
@@ -37,10 +37,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def arguments(model: str, root: object, extra: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def arguments(
+    model: str, root: object, extra: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
     role = changes.pop("kv_role", "kv_both")
     made: dict[str, Any] = engine_arguments(
-        model, str(root), extra={"lookup_deadline_s": 30, **(extra or {})}, **{"load_format": "auto", **changes}
+        model,
+        str(root),
+        extra={"lookup_deadline_s": 30, **(extra or {})},
+        **{"load_format": "auto", **changes},
     )
     made["kv_transfer_config"]["kv_role"] = role
     return made
