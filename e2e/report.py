@@ -113,7 +113,7 @@ def show(console: Console, outcome: Outcome, questions: tuple[str, str]) -> None
     for name in ("", "first\ntoken", "\nspeed", "tokens\nfrom files", "tokens\nfrom memory", "bytes\nloaded"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     rows = (
-        ("without py-kvcache", outcome.no_cache),
+        ("without the cache", outcome.no_cache),
         ("cold (stores)", outcome.cold),
         ("warm, after restart", outcome.warm),
         ("second question", outcome.second),
@@ -135,7 +135,7 @@ def show(console: Console, outcome: Outcome, questions: tuple[str, str]) -> None
         highlight=False,
     )
     console.print(f"\n[bold]{escape(questions[0])}[/]", highlight=False)
-    console.print(f"  without py-kvcache: {escape(outcome.no_cache.answer.text)}", highlight=False)
+    console.print(f"  without the cache:  {escape(outcome.no_cache.answer.text)}", highlight=False)
     console.print(f"  from files:         {escape(outcome.warm.answer.text)}", highlight=False)
     console.print(f"[bold]{escape(questions[1])}[/]", highlight=False)
     console.print(f"  {escape(outcome.second.answer.text)}\n", highlight=False)

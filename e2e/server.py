@@ -172,8 +172,10 @@ class Server:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=timeout_s) as reply:
             return str(reply.read().decode())
 
-    def ask(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Answer:
-        """Send one greedy chat request and read the stream.
+    def ask(
+        self, messages: Sequence[Mapping[str, str]], max_tokens: int, more: Mapping[str, Any] | None = None
+    ) -> Answer:
+        """Send one greedy chat request, with ``more`` fields in its body, and read the stream.
 
         Raises:
             ServerError: the server refused it, broke off, or sent no text.
@@ -185,6 +187,7 @@ class Server:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **(more or {}),
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/v1/chat/completions",

@@ -246,7 +246,7 @@ def test_all_wrong_values_are_named_at_once():
 
 
 def test_stores_cannot_resume_above_the_mark_at_which_they_stop():
-    with pytest.raises(ConfigError, match="store_resume_at must not be above store_stop_at"):
+    with pytest.raises(ConfigError, match="must not be above store_stop_at"):
         parse({"store_stop_at": 0.5})
     assert parse({"store_stop_at": 0.5, "store_resume_at": 0.5}).store_resume_at == 0.5
 

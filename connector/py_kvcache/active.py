@@ -45,7 +45,9 @@ def prepare_root(settings: Config) -> None:
         make_dir(root, settings.dir_mode)
     except OSError as error:
         raise RootError(
-            error.errno, f"{error.strerror}; mount the volume or make the folder", root
+            error.errno,
+            f"{error.strerror}; mount the volume or make the folder (py-kvcache's root: its parent must exist)",
+            root,
         ) from error
     if not os.path.isdir(root):
         raise RootError(20, "the cache root is no folder; give one in kv_connector_extra_config", root)

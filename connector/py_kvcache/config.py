@@ -117,7 +117,9 @@ class Config(BaseModel):
                 "file_mode needs 0600 and dir_mode 0700 at least, or the owner cannot use its cache"
             )
         if self.store_resume_at > self.store_stop_at:
-            raise ValueError("store_resume_at must not be above store_stop_at")
+            raise ValueError(
+                f"store_resume_at ({self.store_resume_at}) must not be above store_stop_at ({self.store_stop_at}); lower it too"
+            )
         return self
 
     @property
@@ -136,14 +138,16 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
     known = Config.model_fields
     for key in extra:
         if key in REFUSED_KEYS:
-            raise ConfigError(f"kv_connector_extra_config: {key!r} is not taken here; {REFUSED_KEYS[key]}")
+            raise ConfigError(
+                f"py-kvcache: kv_connector_extra_config: {key!r} is not taken here; {REFUSED_KEYS[key]}"
+            )
         if key not in known and key not in VLLM_KEYS:
             close = difflib.get_close_matches(str(key), list(known), n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}"
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+            raise ConfigError(f"py-kvcache: kv_connector_extra_config: unknown key {key!r}; {hint}")
     for key, value in extra.items():
         if isinstance(value, bool) and key in known and known[key].annotation is not bool:
-            raise ConfigError(f"kv_connector_extra_config: {key} takes no {str(value).lower()}")
+            raise ConfigError(f"py-kvcache: kv_connector_extra_config: {key} takes no {str(value).lower()}")
     values: dict[str, Any] = {}
     for key in known:
         if key in extra:
@@ -152,7 +156,7 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
             values[key] = text
     if "root" not in values:
         raise ConfigError(
-            f'the cache root is missing: set "root" in kv_connector_extra_config or {ENV_PREFIX}ROOT'
+            f'py-kvcache: the cache root is missing: set "root" in kv_connector_extra_config or {ENV_PREFIX}ROOT'
         )
     try:
         return Config(**values)

@@ -35,8 +35,14 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
             stdin=theirs, stdout=subprocess.DEVNULL,
-            # Without compiled files importing vLLM takes three times as long; some sandboxes forbid them.
-            env={**os.environ, "PYTHONPATH": str(CONNECTOR), "PYTHONDONTWRITEBYTECODE": ""},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(CONNECTOR),
+                # Without compiled files importing vLLM takes three times as long; some sandboxes forbid them.
+                "PYTHONDONTWRITEBYTECODE": "",
+                # The oldest releases compile small functions for half a minute although told to be eager.
+                "TORCH_COMPILE_DISABLE": "1",
+            },
         )  # fmt: skip
         theirs.close()
         self._socket.settimeout(300)  # the first fork waits for the imports

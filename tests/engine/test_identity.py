@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,25 @@ def test_a_quantised_kv_cache_misses_others_and_then_equals_vllms_own_prefix_cac
             if "py-kvcache" in str(error).splitlines()[0]:
                 raise
             pytest.skip(f"this CPU engine takes no fp8 KV cache: {str(error).splitlines()[0]}")
+        started.timeout = 60
+        try:
+            started.generate([PROMPT], extra_args=OPT_OUT)
+        except EngineError as error:
+            skip_if_fp8_fails_without_us(error, arguments)
+            raise
         misses_then_hits(started, root, namespaces(root))
         same_as_vllms_own_cache(started)
+
+
+def skip_if_fp8_fails_without_us(error: EngineError, arguments: dict[str, Any]) -> None:
+    """vLLM 0.26 corrupts its heap, and dies or hangs, as soon as it computes with an fp8 cache on a CPU."""
+    del arguments["kv_transfer_config"]
+    with session({"PYTHONHASHSEED": "0"}) as plain, contextlib.suppress(EngineError):
+        plain.call("start", **arguments)
+        plain.timeout = 60
+        plain.generate([PROMPT])
+        return
+    pytest.skip(f"vLLM's own fp8 KV cache fails on this CPU, without us too: {str(error).splitlines()[0]}")
 
 
 def test_the_same_engine_hits_after_all_of_these(model: str, root: Path, first: dict[str, Any]) -> None:

@@ -38,7 +38,6 @@ logger = logging.getLogger("vllm.py_kvcache.manager")
 ABSENT_FOR_S = 1.0
 # While the file system owes an answer, so often one request may ask and wait all the same.
 HUNG_RETRY_S = 5.0
-# Stands in place of the identity of a LoRA adapter whose files cannot be read.
 
 
 class Manager(OffloadingManager):  # type: ignore[misc]

@@ -66,7 +66,7 @@ def _show_space(space: NamespaceReport, console: Console) -> None:
         console.print(
             f"  {counted(space.temporaries, 'temporary', 'temporaries')} "
             f"({human_bytes(space.temporary_bytes)}), {space.dead_temporaries:,} of them dead "
-            "(15 min old; GC collects those)",
+            "(15 min old; safe to delete)",
             highlight=False,
         )
     if space.ahead:
@@ -77,7 +77,7 @@ def _show_space(space: NamespaceReport, console: Console) -> None:
 
 def _show_ages(space: NamespaceReport, console: Console) -> None:
     console.print(
-        f"  last use {human_age(max(0.0, space.newest or 0))} to {human_age(space.oldest or 0)} ago",
+        f"  stored {human_age(max(0.0, space.newest or 0))} to {human_age(space.oldest or 0)} ago",
         highlight=False,
     )
     most = max(n for n, _ in space.ages)

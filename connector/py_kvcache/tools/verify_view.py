@@ -120,7 +120,7 @@ def _show_rest(report: VerifyReport, console: Console) -> None:
     if report.temporaries:
         console.print(
             f"Not checked: {counted(report.temporaries, 'temporary', 'temporaries')}, "
-            f"{report.dead_temporaries:,} of them dead (GC collects those)",
+            f"{report.dead_temporaries:,} of them dead (safe to delete)",
             highlight=False,
         )
     damaged = report.verdicts["damaged"]

@@ -231,7 +231,9 @@ class BlockFiles:
             return
         except OSError as error:
             if self.counts.add("temp_left") == 1:
-                log.warning("py-kvcache left %s for GC: %s", temp, error)
+                log.warning(
+                    "py-kvcache could not remove %s, delete it when it is 15 minutes old: %s", temp, error
+                )
 
     def _is_root_away(self) -> bool:
         return self._watch is not None and not self._watch.is_same()
