@@ -117,8 +117,9 @@ class Config(BaseModel):
                 "file_mode needs 0600 and dir_mode 0700 at least, or the owner cannot use its cache"
             )
         if self.store_resume_at > self.store_stop_at:
+            stop, resume = self.store_stop_at, self.store_resume_at
             raise ValueError(
-                f"store_resume_at ({self.store_resume_at}) must not be above store_stop_at ({self.store_stop_at}); lower it too"
+                f"store_resume_at ({resume}) must not be above store_stop_at ({stop}); lower it too"
             )
         return self
 
@@ -156,7 +157,8 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
             values[key] = text
     if "root" not in values:
         raise ConfigError(
-            f'py-kvcache: the cache root is missing: set "root" in kv_connector_extra_config or {ENV_PREFIX}ROOT'
+            "py-kvcache: the cache root is missing: "
+            f'set "root" in kv_connector_extra_config or {ENV_PREFIX}ROOT'
         )
     try:
         return Config(**values)
