@@ -46,7 +46,7 @@ def prepare_root(settings: Config) -> None:
     except OSError as error:
         raise RootError(
             error.errno,
-            f"{error.strerror}; mount the volume or make the folder (py-kvcache's root: its parent must exist)",
+            f"{error.strerror}; mount the volume or make the folder (py-kvcache needs its parent to exist)",
             root,
         ) from error
     if not os.path.isdir(root):

@@ -157,8 +157,8 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = N
             values[key] = text
     if "root" not in values:
         raise ConfigError(
-            "py-kvcache: the cache root is missing: "
-            f'set "root" in kv_connector_extra_config or {ENV_PREFIX}ROOT'
+            'py-kvcache: the cache root is missing: set "root" in kv_connector_extra_config '
+            f"or {ENV_PREFIX}ROOT"
         )
     try:
         return Config(**values)

@@ -105,7 +105,7 @@ def test_a_quantised_kv_cache_misses_others_and_then_equals_vllms_own_prefix_cac
             pytest.skip(f"this CPU engine takes no fp8 KV cache: {str(error).splitlines()[0]}")
         started.timeout = 60
         try:
-            started.generate([PROMPT], extra_args=OPT_OUT)
+            started.generate([prompt(LENGTH, seed=2)], extra_args=OPT_OUT)
         except EngineError as error:
             skip_if_fp8_fails_without_us(error, arguments)
             raise
