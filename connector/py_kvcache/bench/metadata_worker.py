@@ -121,13 +121,17 @@ def main(arguments: Sequence[str]) -> int:
     """See the module's text."""
     task = Task(**json.loads(arguments[0]))
     batches = prepare(task)
-    print("ready", flush=True)
-    word = sys.stdin.readline()
-    if not word:
-        return 1  # whoever started this has gone
-    end = float(word)
-    done, seconds = work(task, batches, end)
-    print(json.dumps({"done": done, "seconds": seconds}), flush=True)
+    try:
+        print("ready", flush=True)
+        word = sys.stdin.readline()
+        if not word:
+            return 1  # whoever started this has gone
+        done, seconds = work(task, batches, float(word))
+        print(json.dumps({"done": done, "seconds": seconds}), flush=True)
+    except BrokenPipeError:
+        # The same, noticed at the answer. Python flushes once more at its end: into nothing, then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
