@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the tiny Llama."""
-    from session import tiny_model
+    """Folder of the tiny Llama, with weights under which one other token changes the text."""
+    from nursery import real_model
 
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
+    return real_model(tmp_path_factory.mktemp("tiny"))

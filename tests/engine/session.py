@@ -115,7 +115,7 @@ def engine_arguments(
     """Arguments for vllm.LLM; without a root there is no connector."""
     arguments: dict[str, Any] = {
         "model": model,
-        "load_format": "dummy",
+        "load_format": "auto" if any(Path(model).glob("*.safetensors")) else "dummy",
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "enforce_eager": True,
@@ -131,7 +131,13 @@ def engine_arguments(
             "kv_connector": "PyKvCacheConnector",
             "kv_connector_module_path": "py_kvcache.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"root": root, "block_tokens": 64, **(extra or {})},
+            # A busy machine must not turn hits into misses.
+            "kv_connector_extra_config": {
+                "root": root,
+                "block_tokens": 64,
+                "lookup_deadline_s": 30,
+                **(extra or {}),
+            },
         }
     return {**arguments, **changes}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from session import Session, engine, engine_arguments, prompt
+from nursery import engine
+from session import Session, engine_arguments, prompt
 
 BLOCK = 64
 LENGTH = 20 * BLOCK + 7

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import engine
 from nursery import engine as forked
-from session import engine, engine_arguments, prompt
+from session import engine_arguments, prompt
 
 BLOCK = 64
 

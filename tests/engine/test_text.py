@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from session import Session, engine, engine_arguments, prompt
+from nursery import engine
+from session import Session, engine_arguments, prompt
 
 LENGTHS = [1, 255, 256, 257, 1000, 6000]
 BLOCK = 256
