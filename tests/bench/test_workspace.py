@@ -44,8 +44,10 @@ def left_by(root, host, pid):
 def started(root):
     """A benchmark of look-ups that has its folder and files in it."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "py_kvcache", "bench", "metadata", "--root", str(root), "--files", "50",
-         "--processes", "2", "--rounds", "1", "--seconds", "20", "--json"],
+        # Under nohup, or in the background of a script, we inherited signals that are ignored.
+        ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-m", "py_kvcache", "bench", "metadata",
+         "--root", str(root), "--files", "50", "--processes", "2", "--rounds", "1",
+         "--seconds", "20", "--json"],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -115,6 +115,8 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(root: Any) -> None:
     root.block(root.namespace())
     code = (
         "import os, signal, py_kvcache.tools.inspection as i, py_kvcache.cli as c, sys\n"
+        # In the background of a script the signal is inherited as ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "i._volume = lambda fd: os.kill(os.getpid(), signal.SIGINT)\n"
         f"sys.argv[1:] = ['inspect', {str(root.path)!r}]\n"
         "c.main()"
