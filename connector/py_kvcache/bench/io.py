@@ -59,21 +59,7 @@ def run(
         RootError: root cannot be used or is too full.
         KvCacheError: no fio, or something failed; ConfigError for impossible arguments.
     """
-    if not sizes or any(size % 4096 or size < 8192 for size in sizes):
-        raise ConfigError("file sizes must be multiples of 4,096 bytes, 8,192 or more")
-    if max(sizes) > MOST_BYTES or len(sizes) > MOST_VALUES:
-        raise ConfigError(
-            f"file sizes must be {MOST_BYTES // MIB} MiB at most, {MOST_VALUES} of them at most"
-        )
-    if not 2 <= depth <= MOST_DEPTH:
-        raise ConfigError(f"depth must be from 2 to {MOST_DEPTH:,}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if depth * max(sizes) > memory // 2:
-        raise ConfigError(
-            f"depth times the largest file must be half of this machine's memory at most: {depth} times "
-            f"{max(sizes) // MIB} MiB is more than {memory // 2 // MIB:,} MiB"
-        )
-    check_passes(rounds, seconds)
+    _check_arguments(sizes, depth, rounds, seconds)
     fio = find_fio()
     need = 4 * JOBS * max(sizes)
     with workspace(root, need) as folder:
@@ -115,6 +101,25 @@ def run(
     report["below_target"] = below_target(report)
     report["good"] = not report["below_target"]
     return report
+
+
+def _check_arguments(sizes: Sequence[int], depth: int, rounds: int, seconds: float) -> None:
+    """Raise ConfigError for what cannot be measured here."""
+    if not sizes or any(size % 4096 or size < 8192 for size in sizes):
+        raise ConfigError("file sizes must be multiples of 4,096 bytes, 8,192 or more")
+    if max(sizes) > MOST_BYTES or len(sizes) > MOST_VALUES:
+        raise ConfigError(
+            f"file sizes must be {MOST_BYTES // MIB} MiB at most, {MOST_VALUES} of them at most"
+        )
+    if not 2 <= depth <= MOST_DEPTH:
+        raise ConfigError(f"depth must be from 2 to {MOST_DEPTH:,}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if depth * max(sizes) > memory // 2:
+        raise ConfigError(
+            f"depth times the largest file must be half of this machine's memory at most: {depth} times "
+            f"{max(sizes) // MIB} MiB is more than {memory // 2 // MIB:,} MiB"
+        )
+    check_passes(rounds, seconds)
 
 
 class _Steps:
