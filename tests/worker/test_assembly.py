@@ -140,7 +140,14 @@ def test_closing_twice_leaves_no_thread_and_no_descriptor(tmp_path: Path):
 
 
 def test_a_closed_worker_that_was_never_started_closes_too(tmp_path: Path):
-    build(settings(tmp_path)).close(5)
+    before, threads = threading.active_count(), set(threading.enumerate())
+    parts = build(settings(tmp_path))
+    parts.close(5)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+    assert threading.active_count() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(parts.wake_fd)
 
 
 def test_work_set_aside_runs_in_a_thread_of_its_own(tmp_path: Path):

@@ -155,8 +155,21 @@ def test_a_defect_in_a_helper_fails_its_block_and_the_helpers_go_on(waiter, capl
     assert waiter.wait(1)[0].fault is None
 
 
+def test_without_digests_the_answer_is_there_at_once_and_needs_neither_thread_nor_wake():
+    threads = threading.active_count()
+    sums, data = (
+        Checksummer(2, lambda: pytest.fail("nobody waits"), enabled=False),
+        bytearray(file_bytes(PAYLOAD)),
+    )
+    assert threading.active_count() == threads
+    sums.seal(1, memoryview(data), KEY, 0, PAYLOAD)
+    assert [result.token for result in sums.results()] == [1]
+    sums.verify(2, memoryview(data), bytes(36), PAYLOAD)
+    assert [(result.token, result.fault) for result in sums.results()] == [(2, Fault.WRONG_KEY)]
+
+
 def test_shutdown_finishes_what_was_asked():
-    waiter = Waiter(enabled=False)
+    waiter = Waiter()
     for token in range(20):
         waiter.sums.seal(token, memoryview(bytearray(file_bytes(PAYLOAD))), KEY, 0, PAYLOAD)
     assert waiter.sums.shutdown(20)

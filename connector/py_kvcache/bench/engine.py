@@ -17,6 +17,7 @@ from py_kvcache.errors import KvCacheError
 from py_kvcache.layout import FOOTER_BYTES, block_path, file_bytes
 from py_kvcache.worker.checksum import Checksummer
 from py_kvcache.worker.fileops import FileOps
+from py_kvcache.worker.hostmemory import host_memory
 from py_kvcache.worker.inbox import Inbox
 from py_kvcache.worker.parts import ReactorSettings, SlotCopy
 from py_kvcache.worker.publication import FileSettings
@@ -59,7 +60,7 @@ class _Done:
 class NullDevice:
     """Copies nothing; every event has happened."""
 
-    poll_s = None
+    poll_s = 0.0  # ask again at once
 
     def load(self, copies: Sequence[SlotCopy]) -> _Done:
         """See parts.Copier."""
@@ -71,12 +72,12 @@ class NullDevice:
 
 
 class TimedRing:
-    """Another ring, and for how many seconds each submit of something kept its caller."""
+    """Another ring, and what each submit of something took its caller: seconds by the clock, and of CPU."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._queued = 0
-        self.submits: list[float] = []
+        self.submits: list[tuple[float, float]] = []
         self.name = ring.name
         self.cancel, self.completions = ring.cancel, ring.completions
         self.fileno, self.in_flight, self.shutdown = ring.fileno, ring.in_flight, ring.shutdown
@@ -111,9 +112,9 @@ class TimedRing:
         if not self._queued:
             return self._ring.submit()
         self._queued = 0
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         self._ring.submit()
-        self.submits.append(time.perf_counter() - begin)
+        self.submits.append((time.perf_counter() - begin, time.thread_time() - cpu))
         return None
 
 
@@ -242,8 +243,8 @@ class Engine:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Anonymous, so aligned to pages, and every page touched: the first pass would pay for it otherwise."""
-    memory = memoryview(mmap.mmap(-1, nbytes))
+    """As the CPU device has it, every page touched: the first pass would pay for it otherwise."""
+    memory = host_memory(nbytes)
     for start in range(0, nbytes, mmap.PAGESIZE):
         memory[start] = 1
     return memory

@@ -15,7 +15,9 @@ from py_kvcache.bench.sidework import checksum_cost, reduced, second_thread_cost
 from py_kvcache.bench.workspace import (
     MOST_VALUES,
     Progress,
+    Steps,
     check_passes,
+    judged,
     machine,
     no_progress,
     workspace,
@@ -67,7 +69,7 @@ def run(
         name, note = _ring_in_use(ring, folder)
         # Where O_DIRECT is accepted without being direct, the connector does not use it either.
         modes = [True, False] if probe.ok and probe.direct else [False]
-        steps = _Steps(on_progress, len(sizes) * (len(modes) * (2 * rounds + 1) + 1) + 2)
+        steps = Steps(on_progress, len(sizes) * (len(modes) * (2 * rounds + 1) + 1) + 2)
 
         def setting(scratch: str, size: int, direct: bool) -> Setting:
             # Where reads are copies by the CPU, fio needs as many processes as we have depth.
@@ -98,9 +100,7 @@ def run(
         "checksum": checksum,
         "second_thread": threads,
     }
-    report["below_target"] = below_target(report)
-    report["good"] = not report["below_target"]
-    return report
+    return judged(report, below_target(report))
 
 
 def _check_arguments(sizes: Sequence[int], depth: int, rounds: int, seconds: float) -> None:
@@ -120,18 +120,6 @@ def _check_arguments(sizes: Sequence[int], depth: int, rounds: int, seconds: flo
             f"{max(sizes) // MIB} MiB is more than {memory // 2 // MIB:,} MiB"
         )
     check_passes(rounds, seconds)
-
-
-class _Steps:
-    """Counts parts and says what is going on."""
-
-    def __init__(self, on_progress: Progress, total: int) -> None:
-        self._on_progress, self._total, self._done = on_progress, total, 0
-        self.about = ""
-
-    def __call__(self, text: str) -> None:
-        self._on_progress(self._done, self._total, self.about + text)
-        self._done += 1
 
 
 @contextmanager
@@ -167,8 +155,11 @@ def below_target(report: dict[str, Any]) -> list[str]:
         for way in ("read", "write"):
             if row[f"{way}_ratio"] < AGAINST_FIO:
                 say(f"{name}: {way} reaches {row[f'{way}_ratio']:.2f} of fio, not {AGAINST_FIO}")
-        if row["submit_p99_ms"] > SUBMIT_P99_MS:
-            say(f"{name}: a submit takes {row['submit_p99_ms']:.2f} ms (p99), not {SUBMIT_P99_MS:g}")
+        # Buffered, the copies of the kernel's workers take every core, so that the clock counts what they
+        # took from the submitting thread. Whether a copy runs in a submit itself, its CPU time tells.
+        how = "submit_p99_ms" if row["direct"] else "submit_cpu_p99_ms"
+        if row[how] > SUBMIT_P99_MS:
+            say(f"{name}: a submit takes {row[how]:.2f} ms (p99), not {SUBMIT_P99_MS:g}")
         if row["direct"] and row["file_bytes"] >= _LARGE:
             for way in ("read", "write"):
                 cpu = row[f"{way}_cpu_s_per_gb"]

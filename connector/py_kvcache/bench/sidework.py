@@ -96,9 +96,12 @@ def second_thread_cost(setting: Setting, step: Callable[[str], None]) -> dict[st
     with closing(_engine(setting, setting.depth)) as engine:
         blocks = make_read_set(engine, setting)
         alone, beside = [], []
-        for _ in range(setting.rounds):
-            alone.append(engine.load(blocks, setting.seconds).rate)
-            beside.append(_beside(engine, blocks, setting.seconds))
+        for number in range(setting.rounds):
+            for is_beside in (False, True) if number % 2 == 0 else (True, False):
+                if is_beside:
+                    beside.append(_beside(engine, blocks, setting.seconds))
+                else:
+                    alone.append(engine.load(blocks, setting.seconds).rate)
     quiet = statistics.median(alone)
     loss = 1 - statistics.median(b / a for a, b in zip(alone, beside, strict=True))
     found: dict[str, Any] = {
@@ -138,5 +141,5 @@ def _engine(setting: Setting, depth: int, *, checksum: bool = False) -> Engine:
 
 
 def reduced(setting: Setting, scratch: str, size: int) -> Setting:
-    """The same measurement for another size, in another folder, with fewer rounds."""
-    return replace(setting, scratch=scratch, size=size, rounds=min(3, setting.rounds))
+    """The same measurement for another size, in another folder."""
+    return replace(setting, scratch=scratch, size=size, rounds=setting.rounds)

@@ -37,6 +37,24 @@ def no_progress(done: int, total: int, text: str) -> None:
     """Tell nobody."""
 
 
+class Steps:
+    """Counts the parts of a measurement; each call says which begins. ``about`` stands before its text."""
+
+    def __init__(self, on_progress: Progress, total: int) -> None:
+        self._on_progress, self._total, self._done = on_progress, total, 0
+        self.about = ""
+
+    def __call__(self, text: str) -> None:
+        """The next part begins."""
+        self._on_progress(self._done, self._total, self.about + text)
+        self._done += 1
+
+
+def judged(report: dict[str, Any], below_target: list[str]) -> dict[str, Any]:
+    """The report with what it misses, and whether that is nothing."""
+    return {**report, "below_target": below_target, "good": not below_target}
+
+
 def check_passes(rounds: int, seconds: float) -> None:
     """Raise ConfigError for what would never end, or never begin."""
     if not 1 <= rounds <= MOST_ROUNDS:

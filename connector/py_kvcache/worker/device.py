@@ -1,7 +1,7 @@
-"""Copies between staging slots and the memory that holds the KV cache; the only worker module with torch.
+"""Copies between staging slots and the memory that holds the KV cache.
 
-A device copies pages in batches, asynchronously, and says through events when it is done. Step 2 adds
-the CUDA device behind the same interface.
+A device copies pages in batches, asynchronously, and says through events when it is done. The CUDA device
+is in cuda.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from py_kvcache.errors import KvCacheError
-from py_kvcache.layout import ALIGN
+from py_kvcache.worker.hostmemory import address_of, host_memory
 from py_kvcache.worker.pages import Chunk, Copies, PageMap, Region
 from py_kvcache.worker.parts import SlotCopy
 
@@ -74,10 +73,6 @@ class _Batch:
         return self._finished
 
 
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
 class CpuDevice:
     """KV cache in ordinary memory: one thread copies, so that the reactor never waits for memory.
 
@@ -91,21 +86,12 @@ class CpuDevice:
         self._map = page_map
         self._on_copy_done = on_copy_done
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self._memory: torch.Tensor | None = None
         self._thread = threading.Thread(target=self._serve, name="py-kvcache-copy", daemon=True)
         self._thread.start()
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Zeroed memory, so that a first read past a short file never shows another process's bytes."""
-        try:
-            tensor = torch.zeros(nbytes + ALIGN, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise KvCacheError(
-                f"no {nbytes >> 20} MiB for staging: {error}; set staging_bytes or io_depth lower"
-            ) from error
-        shift = -tensor.data_ptr() % ALIGN
-        self._memory = tensor[shift : shift + nbytes]
-        return memoryview(self._memory.numpy())
+        """See hostmemory: zeroed, so that a read past a short file never shows another process's bytes."""
+        return host_memory(nbytes)
 
     def record(self) -> None:
         return None
@@ -121,7 +107,7 @@ class CpuDevice:
         for buffer, pages, _after in copies:
             assert isinstance(pages, Chunk)
             entries: Copies = self._map.copies(pages.block_ids, pages.first)
-            slots = entries.offsets + _address(buffer)
+            slots = entries.offsets + address_of(buffer)
             ends = (entries.addresses, slots) if to_device else (slots, entries.addresses)
             moves += zip(*(column.tolist() for column in (*ends, entries.lengths)), strict=True)
         batch = _Batch(moves)
@@ -163,7 +149,14 @@ def make_device(kv_caches: Any, page_map: PageMap, on_copy_done: Callable[[], No
     kinds = {tensor.tensor.device.type for tensor in kv_caches.tensors}
     if kinds == {"cpu"}:
         return CpuDevice(page_map, on_copy_done)
-    raise KvCacheError(f"KV cache on {', '.join(sorted(kinds))} is not supported yet; only CPU engines are")
+    devices = {tensor.tensor.device for tensor in kv_caches.tensors}
+    if kinds == {"cuda"} and len(devices) == 1:
+        # Imported here: it needs torch, which a CPU worker has no use for.
+        from py_kvcache.worker.cuda import CudaDevice
+
+        return CudaDevice(page_map, devices.pop())
+    names = ", ".join(sorted(map(str, devices)))
+    raise KvCacheError(f"KV cache on {names} is not supported; it must be in CPU memory or on one NVIDIA GPU")
 
 
 def as_bytes(memory: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:

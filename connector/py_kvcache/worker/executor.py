@@ -69,6 +69,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._layouts: tuple[dict[str, Any], ...] = ()
         self._tidied: set[str] = set()
         self._step_began = 0.0
+        self._before_step: Any = None
 
     # ---- vLLM's interface
 
@@ -122,8 +123,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         return report
 
     def step_began(self) -> None:
-        """For the timeline: vLLM begins a forward step."""
+        """vLLM begins a forward step, and has launched none of it yet."""
         self._step_began = time.monotonic()
+        self._before_step = self._parts.device.record()
 
     def step_ended(self) -> None:
         """For the timeline."""
@@ -150,7 +152,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
                 BlockWork(block_path(folder, key), key, index, chunk)
                 for key, index, chunk in zip(plan.keys, plan.indices, chunks, strict=True)
             )
-            after = self._parts.device.record()
+            # Blocks that are loaded may still be in use by the steps before (their last owner's), but not by
+            # this one, whose kernels vLLM has launched already when it hands loads in (since 0.29).
+            after = self._before_step if kind is Kind.LOAD else self._parts.device.record()
             self._parts.reactor.submit(Job(job_id, kind, work, after, time.monotonic() + deadline_s))
         except Exception as error:
             # The stock worker asserts success, so whatever is wrong becomes a failed job.

@@ -176,16 +176,6 @@ class Loop:
                 stores.wrote(t, result)
             else:
                 self._ring_let_go(t, result)
-        for sealed in core.checksum.results():
-            t = core.answered(sealed.token)
-            if t is None:
-                continue
-            if t.state is LoadState.VERIFYING:
-                loads.verified(t, sealed.fault, sealed.detail)
-            elif t.state is StoreState.HASHING:
-                stores.sealed(t, sealed.fault, sealed.detail)
-            else:
-                core.let_go(t)
         for answer in core.publisher.results():
             self._published(answer)
         self._poll_device()
@@ -215,8 +205,20 @@ class Loop:
             core.let_go(t)
 
     def _poll_device(self) -> None:
-        self._loads.poll()
-        self._stores.poll()
+        core, loads, stores = self._core, self._loads, self._stores
+        loads.poll()
+        stores.poll()
+        # Last: what was read or copied just now may have been checked on the spot, without a wake.
+        for checked in core.checksum.results():
+            t = core.answered(checked.token)
+            if t is None:
+                continue
+            if t.state is LoadState.VERIFYING:
+                loads.verified(t, checked.fault, checked.detail)
+            elif t.state is StoreState.HASHING:
+                stores.sealed(t, checked.fault, checked.detail)
+            else:
+                core.let_go(t)
 
     # ---- expire
 

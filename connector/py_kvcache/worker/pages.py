@@ -67,6 +67,23 @@ class PageMap:
         )
 
 
+def merged(entries: Copies) -> Copies:
+    """The same bytes in fewer entries: engine blocks that follow each other on both sides are one copy.
+
+    vLLM hands out consecutive blocks while its pool is fresh; a copy's set-up then costs more than its bytes.
+    """
+    addresses, offsets, lengths = entries.addresses, entries.offsets, entries.lengths
+    begins = np.empty(len(addresses), bool)
+    begins[:1] = True
+    follows = addresses[1:] == addresses[:-1] + lengths[:-1]
+    follows &= offsets[1:] == offsets[:-1] + lengths[:-1]
+    begins[1:] = ~follows
+    if begins.all():
+        return entries
+    starts = np.flatnonzero(begins)
+    return Copies(addresses[starts], offsets[starts], np.add.reduceat(lengths, starts))
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The engine blocks of one storage block, and the place of the first among them."""
