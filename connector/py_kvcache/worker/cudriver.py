@@ -1,0 +1,110 @@
+"""Four functions of the CUDA driver, by ctypes: it releases the GIL for each call, and needs no compiler.
+
+Signatures are those of CUDA 12.8, which cuGetProcAddress gives on every later driver too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from typing import Any
+
+_ABI = 12080
+_LIBRARY = "libcuda.so.1"
+
+
+class DriverError(RuntimeError):
+    """What the driver answered, in its words."""
+
+
+class Access(IntEnum):
+    """CUmemcpySrcAccessOrder: when the source may be read."""
+
+    STREAM = 1
+    ANY = 3
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. The hints are for managed memory and stay 0."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """Any thread may call; copies and ``current_context`` use the calling thread's context.
+
+    Raises:
+        DriverError: no driver, or one older than 12.8 (which has no batched copies).
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        try:
+            self._lib: Any = ctypes.CDLL(_LIBRARY) if library is None else library
+        except OSError as error:
+            raise DriverError(f"{_LIBRARY} cannot be loaded: {error}") from error
+        self._copy = self._find(b"cuMemcpyBatchAsync")
+        self._attributes = {order: _Attributes(order=int(order)) for order in Access}
+        self._zero = ctypes.c_size_t(0)  # one set of attributes, from entry 0 on
+
+    def current_context(self) -> int:
+        """Of the calling thread."""
+        context = ctypes.c_void_p()
+        self._check(self._lib.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+        if not context.value:
+            raise DriverError("this thread has no CUDA context")
+        return context.value
+
+    def enter(self, context: int) -> None:
+        """Make it the calling thread's."""
+        self._check(self._lib.cuCtxSetCurrent(ctypes.c_void_p(context)), "cuCtxSetCurrent")
+
+    def copy_batch(self, targets: Any, sources: Any, lengths: Any, order: Access, stream: int) -> None:
+        """Queue one copy per entry on a stream (not the default one).
+
+        Args:
+            targets, sources, lengths: contiguous numpy arrays of uint64, alive and unchanged until the copies
+                have ended; addresses and bytes.
+        """
+        if not len(lengths):
+            return
+        failed = ctypes.c_size_t(0)
+        code = self._copy(
+            ctypes.c_void_p(targets.ctypes.data),
+            ctypes.c_void_p(sources.ctypes.data),
+            ctypes.c_void_p(lengths.ctypes.data),
+            ctypes.c_size_t(len(lengths)),
+            ctypes.byref(self._attributes[order]),
+            ctypes.byref(self._zero),
+            ctypes.c_size_t(1),
+            ctypes.byref(failed),
+            ctypes.c_void_p(stream),
+        )
+        self._check(code, f"cuMemcpyBatchAsync of {len(lengths)} pages")
+
+    def _find(self, name: bytes) -> Any:
+        address, status = ctypes.c_void_p(), ctypes.c_int()
+        code = self._lib.cuGetProcAddress_v2(
+            name, ctypes.byref(address), _ABI, ctypes.c_uint64(0), ctypes.byref(status)
+        )
+        if code or not address.value:
+            raise DriverError(
+                f"the NVIDIA driver has no {name.decode()}: version 570 (CUDA 12.8) or later is needed"
+            )
+        return ctypes.CFUNCTYPE(ctypes.c_int)(address.value)
+
+    def _check(self, code: int, what: str) -> None:
+        if not code:
+            return
+        text = ctypes.c_char_p()
+        self._lib.cuGetErrorString(code, ctypes.byref(text))
+        said = text.value.decode() if text.value else "unknown"
+        raise DriverError(f"{what}: {said} (CUDA error {code})")
