@@ -22,7 +22,7 @@ DEFAULTS = {
     "direct_io": "auto",
     "ring": "auto",
     "checksum": True,
-    "checksum_threads": 2,
+    "checksum_threads": 4,
     "fsync": False,
     "read_bytes_per_s": 0,
     "store_bytes_per_s": 0,

@@ -77,8 +77,8 @@ class Config(BaseModel):
     ring: Literal["auto", "io_uring", "threads"] = Field(
         "auto", description="I/O engine; auto probes io_uring in a child process"
     )
-    checksum: bool = Field(True, description="write and check a blake3 digest of every block")
-    checksum_threads: int = Field(2, ge=1, le=64, description="helper threads that compute the digests")
+    checksum: bool = Field(True, description="write and check a digest of every block")
+    checksum_threads: int = Field(4, ge=1, le=64, description="helper threads that compute the digests")
     fsync: bool = Field(False, description="fsync each file before it is published")
     read_bytes_per_s: Rate = Field(0, description="limit of the read rate per worker; 0 = none")
     store_bytes_per_s: Rate = Field(0, description="limit of the write rate per worker; 0 = none")

@@ -39,7 +39,8 @@ MAX_CONFIG_BYTES: Final = 1 << 20
 
 ALGO_NONE: Final = 0
 ALGO_BLAKE3: Final = 1
-ALGORITHMS: Final = {ALGO_NONE: "none", ALGO_BLAKE3: "blake3"}
+ALGO_SUMS: Final = 2  # see digest.py
+ALGORITHMS: Final = {ALGO_NONE: "none", ALGO_BLAKE3: "blake3", ALGO_SUMS: "sums-blake3"}
 
 _GROUP_BYTES: Final = 4
 _MIN_HASH, _MAX_HASH = 8, 64
@@ -265,7 +266,7 @@ class FooterError(ValueError):
         return self._FAULTS[self.kind]
 
 
-def make_footer(key: bytes, index: int, payload_bytes: int, algorithm: int = ALGO_BLAKE3) -> Footer:
+def make_footer(key: bytes, index: int, payload_bytes: int, algorithm: int = ALGO_SUMS) -> Footer:
     """Footer of a new block, its digest still to come (``dataclasses.replace``)."""
     return Footer(VERSION, algorithm, bytes(key), index, payload_bytes, padded(payload_bytes))
 
@@ -273,8 +274,8 @@ def make_footer(key: bytes, index: int, payload_bytes: int, algorithm: int = ALG
 def digest_header(footer: Footer) -> bytes:
     """The footer's bytes before the digest.
 
-    Digested is blake3(padded payload || these bytes): so key, index and lengths are covered too, and a
-    valid file under another block's name is not taken for that block.
+    The digest (see digest.py) is over the padded payload, then these bytes: so key, index and lengths are
+    covered too, and a valid file under another block's name is not taken for that block.
     """
     size = len(footer.key)
     if not _MIN_HASH + _GROUP_BYTES <= size <= _MAX_HASH + _GROUP_BYTES:

@@ -6,6 +6,7 @@ from typing import Any
 
 from py_kvcache import namespace, vllm_api
 from py_kvcache.config import Config
+from py_kvcache.layout import ALGO_SUMS, ALGORITHMS
 from py_kvcache.scheduler.manager import Manager
 from py_kvcache.worker.executor import Executor
 
@@ -38,7 +39,7 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
         replicas = vllm_api.replication(self._vllm_config)
         facts = namespace.engine_facts(self._vllm_config, self._kv_cache_config, self.settings.block_tokens)
         # Blocks with and without a digest stay apart: who wants his bytes checked gets no others.
-        facts["checksum"] = "blake3" if self.settings.checksum else "none"
+        facts["checksum"] = ALGORITHMS[ALGO_SUMS] if self.settings.checksum else "none"
         self.manager = Manager(
             self.settings,
             namespace.Spaces(facts),

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from blake3 import blake3
 
 from py_kvcache import layout
+from py_kvcache.digest import digest_of
 
 
 class Root:
@@ -38,7 +38,7 @@ class Root:
         group: int = 0,
         payload_bytes: int = 10_000,
         index: int = 0,
-        algorithm: int = layout.ALGO_BLAKE3,
+        algorithm: int = layout.ALGO_SUMS,
     ) -> Path:
         """Store one valid block of random bytes."""
         key = self._random.randbytes(32) + group.to_bytes(4, "big")
@@ -50,8 +50,8 @@ class Root:
     def content(self, key: bytes, payload_bytes: int = 10_000, index: int = 0, algorithm: int = 1) -> bytes:
         payload = self._random.randbytes(payload_bytes).ljust(layout.padded(payload_bytes), b"\0")
         footer = layout.make_footer(key, index, payload_bytes, algorithm)
-        if algorithm == layout.ALGO_BLAKE3:
-            footer = replace(footer, digest=blake3(payload + layout.digest_header(footer)).digest())
+        if algorithm != layout.ALGO_NONE:
+            footer = replace(footer, digest=digest_of(algorithm, payload, layout.digest_header(footer)))
         return payload + layout.pack_footer(footer)
 
     def temporary(self, beside: Path, *, age_s: float = 0.0) -> Path:

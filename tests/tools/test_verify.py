@@ -123,6 +123,17 @@ def test_a_block_of_a_newer_version_is_left_alone(root: Any, monkeypatch: pytest
     assert report.verdicts == {"newer": 1}
 
 
+@pytest.mark.parametrize("algorithm", [layout.ALGO_BLAKE3, layout.ALGO_SUMS])
+def test_the_digest_that_a_footer_names_is_the_one_checked(root: Any, algorithm: int) -> None:
+    space = root.namespace()
+    root.block(space, algorithm=algorithm)
+    bad = root.block(space, algorithm=algorithm)
+    with bad.open("r+b") as file:
+        file.write(b"?")
+    report = run(root)
+    assert report.verdicts == {"good": 1, "damaged": 1}
+
+
 def test_a_block_stored_without_checksum_is_said_to_be_unchecked(root: Any) -> None:
     root.block(root.namespace(), algorithm=layout.ALGO_NONE)
     report = run(root)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from py_kvcache.digest import digest_of
 from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
 from py_kvcache.layout import (
     ALGO_NONE,
+    ALGO_SUMS,
     FOOTER_BYTES,
     FOOTER_USED_BYTES,
     digest_header,
@@ -50,7 +51,7 @@ def test_the_digest_covers_the_padded_payload_and_the_footers_fields():
     data = sealed()
     footer = unpack_footer(data[END:])
     assert (footer.key, footer.index, footer.payload_bytes) == (KEY, 9, PAYLOAD)
-    assert footer.digest == blake3(bytes(data[:END]) + digest_header(footer)).digest()
+    assert footer.digest == digest_of(ALGO_SUMS, bytes(data[:END]), digest_header(footer))
     assert unpack_footer(sealed(enabled=False)[END:]).algorithm == ALGO_NONE
 
 

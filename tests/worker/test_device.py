@@ -186,5 +186,5 @@ def test_regions_follow_each_reference_of_the_group_with_stride_and_element_size
 
 def test_memory_that_is_not_on_the_cpu_is_refused_in_a_sentence():
     kv = SimpleNamespace(tensors=[SimpleNamespace(tensor=torch.zeros((2, 2), device="meta"))])
-    with pytest.raises(KvCacheError, match="KV cache on meta is not supported yet"):
+    with pytest.raises(KvCacheError, match="KV cache on meta is not supported; it must be in CPU memory"):
         make_device(kv, PageMap(regions_of(caches([64]), 0), 1), lambda: None)

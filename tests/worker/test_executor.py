@@ -121,6 +121,8 @@ def rig() -> Rig:
 
 def test_a_load_becomes_a_job_with_one_block_per_key_in_order(rig: Rig):
     before = time.monotonic()
+    rig.executor.step_began()
+    rig.parts.device.record = lambda: "after the step's own kernels"
     plan = rig.load(7, chunks=2, blocks=list(range(10, 18)))
     job = rig.reactor.jobs[7]
     assert (job.kind, job.after, len(job.blocks)) == (Kind.LOAD, "event", 2)
@@ -238,6 +240,7 @@ def test_a_load_that_cannot_be_submitted_is_a_failed_one(
         rig.reactor.broken = RuntimeError("no")
     elif what == "device":
         rig.parts.device.record = lambda: 1 / 0
+        rig.executor.step_began()
     elif what == "count":
         blocks = [1, 2, 3, 4, 5]
     elif what == "space":
@@ -252,6 +255,11 @@ def test_a_load_that_cannot_be_submitted_is_a_failed_one(
     assert list(report.failed_loads[9].faults) == keys
     assert rig.step()[:2] == ([], set())
     assert "could not be submitted" in caplog.text
+    rig.parts.device.record = lambda: "event"
+    rig.executor.step_began()
+    rig.reactor.broken = None
+    rig.load(10, chunks=1, blocks=[1, 2, 3, 4])
+    assert 10 in rig.reactor.jobs, "the next step is not bound by it"
 
 
 def test_a_store_that_cannot_be_submitted_is_a_failed_one(rig: Rig):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_kvcache.worker.pages import PageMap, Region, split_chunks
+from py_kvcache.worker.pages import Copies, PageMap, Region, split_chunks
 
 PAGES = st.lists(st.integers(1, 5_000), min_size=1, max_size=6)
 
@@ -111,3 +111,28 @@ def test_cutting_at_chunk_borders_keeps_every_block_and_its_place(ids: list[int]
 def test_a_load_that_begins_inside_a_chunk_is_cut_there():
     chunks = split_chunks([10, 11, 12, 13, 14], start=6, blocks_per_chunk=4)
     assert [(chunk.first, chunk.block_ids.tolist()) for chunk in chunks] == [(2, [10, 11]), (0, [12, 13, 14])]
+
+
+@given(PAGES, st.integers(1, 9), st.integers(0, 1), st.data())
+def test_runs_copy_the_same_bytes_in_as_few_entries_as_the_pool_allows(
+    pages: list[int], per_chunk: int, gap: int, data
+):
+    first = data.draw(st.integers(0, per_chunk - 1))
+    ids = data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=per_chunk - first, unique=True))
+    mapping = page_map(pages, per_chunk, gap)
+    single, runs = mapping.copies(np.array(ids), first), mapping.runs(np.array(ids), first)
+
+    def moved(copies: Copies) -> list[tuple[int, int]]:
+        columns = (copies.addresses.tolist(), copies.offsets.tolist(), copies.lengths.tolist())
+        return sorted((a + n, o + n) for a, o, length in zip(*columns, strict=True) for n in range(length))
+
+    assert moved(runs) == moved(single)
+    breaks = (
+        sum(after != before + 1 for before, after in itertools.pairwise(ids)) if gap == 0 else len(ids) - 1
+    )
+    assert len(runs.lengths) == len(pages) * (breaks + 1)
+
+
+def test_runs_beyond_the_chunk_are_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        page_map([100], per_chunk=3).runs(np.array([4, 5, 6]), 1)

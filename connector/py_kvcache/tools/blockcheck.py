@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from blake3 import blake3
-
 from py_kvcache import layout
+from py_kvcache.digest import Digest, new_digest
 from py_kvcache.errors import Fault
 from py_kvcache.tools.scan import open_parent
 
@@ -143,10 +142,11 @@ def _judge(
             Verdict.DAMAGED, Fault.WRONG_SIZE, f"{size} bytes, its footer says "
             f"{layout.file_bytes(footer.payload_bytes)}", layout.FOOTER_BYTES, inode=inode,
         )  # fmt: skip
-    if footer.algorithm == layout.ALGO_NONE:
+    digest = new_digest(footer.algorithm)
+    if digest is None:
         on_bytes(size)
         return Check(Verdict.UNCHECKED, bytes=layout.FOOTER_BYTES, inode=inode)
-    return _check_digest(reader, footer, inode, on_bytes)
+    return _check_digest(reader, footer, digest, inode, on_bytes)
 
 
 def _wrong_size(
@@ -183,9 +183,13 @@ def _wrong_size(
 
 
 def _check_digest(
-    reader: _Reader, footer: layout.Footer, inode: tuple[int, int], on_bytes: Callable[[int], None]
+    reader: _Reader,
+    footer: layout.Footer,
+    digest: Digest,
+    inode: tuple[int, int],
+    on_bytes: Callable[[int], None],
 ) -> Check:
-    digest, offset = blake3(), 0
+    offset = 0
     while offset < footer.padded_bytes:
         chunk = reader.read(offset, min(CHUNK, footer.padded_bytes - offset))
         if not chunk:

@@ -18,7 +18,7 @@ import torch
 from py_kvcache.errors import KvCacheError
 from py_kvcache.worker.cudriver import Access, Driver, DriverError
 from py_kvcache.worker.hostmemory import address_of, host_memory
-from py_kvcache.worker.pages import Chunk, PageMap, merged
+from py_kvcache.worker.pages import Chunk, PageMap
 
 if TYPE_CHECKING:
     from py_kvcache.worker.parts import SlotCopy
@@ -121,17 +121,17 @@ class CudaDevice:
         return CopyEvent(event, (*ends, lengths))
 
     def _entries(self, copies: Sequence[SlotCopy]) -> tuple[Any, Any, Any]:
-        """Addresses on the device, addresses in staging memory, bytes: three uint64 arrays."""
+        """Addresses on the device, addresses in staging memory, bytes: three arrays of 64-bit numbers."""
         parts = []
         for buffer, pages, _after in copies:
             assert isinstance(pages, Chunk)
-            entries = merged(self._map.copies(pages.block_ids, pages.first))
+            entries = self._map.runs(pages.block_ids, pages.first)
             parts.append((entries.addresses, entries.offsets + address_of(buffer), entries.lengths))
         if len(parts) == 1:
             columns = parts[0]
         else:
             columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
-        there, here, lengths = (np.ascontiguousarray(column, np.uint64) for column in columns)
+        there, here, lengths = (np.ascontiguousarray(column) for column in columns)
         return there, here, lengths
 
     def _enter(self) -> None:

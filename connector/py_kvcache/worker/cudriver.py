@@ -71,8 +71,8 @@ class Driver:
         """Queue one copy per entry on a stream (not the default one).
 
         Args:
-            targets, sources, lengths: contiguous numpy arrays of uint64, alive and unchanged until the copies
-                have ended; addresses and bytes.
+            targets, sources, lengths: contiguous numpy arrays of 64-bit integers, addresses and bytes; alive and
+                unchanged until the copies have ended.
         """
         if not len(lengths):
             return

@@ -106,7 +106,7 @@ class CpuDevice:
         moves: list[tuple[int, int, int]] = []
         for buffer, pages, _after in copies:
             assert isinstance(pages, Chunk)
-            entries: Copies = self._map.copies(pages.block_ids, pages.first)
+            entries: Copies = self._map.runs(pages.block_ids, pages.first)
             slots = entries.offsets + address_of(buffer)
             ends = (entries.addresses, slots) if to_device else (slots, entries.addresses)
             moves += zip(*(column.tolist() for column in (*ends, entries.lengths)), strict=True)

@@ -69,7 +69,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._layouts: tuple[dict[str, Any], ...] = ()
         self._tidied: set[str] = set()
         self._step_began = 0.0
-        self._before_step: Any = None
+        self._before_step: Any = None  # a device event, or the exception instead of one
 
     # ---- vLLM's interface
 
@@ -125,7 +125,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     def step_began(self) -> None:
         """vLLM begins a forward step, and has launched none of it yet."""
         self._step_began = time.monotonic()
-        self._before_step = self._parts.device.record()
+        try:
+            self._before_step = self._parts.device.record()
+        except Exception as error:  # noqa: BLE001 - a driver raises what it likes; it costs this step's loads only
+            self._before_step = error
 
     def step_ended(self) -> None:
         """For the timeline."""
@@ -155,6 +158,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             # Blocks that are loaded may still be in use by the steps before (their last owner's), but not by
             # this one, whose kernels vLLM has launched already when it hands loads in (since 0.29).
             after = self._before_step if kind is Kind.LOAD else self._parts.device.record()
+            if isinstance(after, Exception):
+                raise after
             self._parts.reactor.submit(Job(job_id, kind, work, after, time.monotonic() + deadline_s))
         except Exception as error:
             # The stock worker asserts success, so whatever is wrong becomes a failed job.

@@ -50,6 +50,7 @@ class PageMap:
         self._bases = np.array([region.base for region in regions], np.int64)[:, None]
         self._strides = np.array([region.stride for region in regions], np.int64)[:, None]
         self._pages = pages[:, None]
+        self._dense = all(region.stride == region.page for region in regions)
         self._starts = (np.cumsum(pages) - pages)[:, None] * blocks_per_chunk
         self.payload_bytes = int(pages.sum()) * blocks_per_chunk
 
@@ -57,31 +58,31 @@ class PageMap:
         """Entries for engine blocks ``block_ids``, the first of which is number ``first`` in its chunk."""
         if not 0 <= first <= first + len(block_ids) <= self.blocks_per_chunk:
             raise ValueError(f"{len(block_ids)} blocks from {first} on do not fit {self.blocks_per_chunk}")
-        ids = np.asarray(block_ids, np.int64)[None, :]
-        inside = np.arange(first, first + ids.shape[1], dtype=np.int64)[None, :]
-        shape = (len(self._bases), ids.shape[1])
+        ids = np.asarray(block_ids, np.int64)
+        inside = np.arange(first, first + len(ids), dtype=np.int64)
+        return self._entries(ids, inside, np.ones(len(ids), np.int64))
+
+    def runs(self, block_ids: Ints, first: int) -> Copies:
+        """As ``copies``, but engine blocks that follow each other in the pool are one entry a layer.
+
+        vLLM hands out consecutive blocks while its pool is fresh; an entry costs the driver about 1 us.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        begins = np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1
+        if not self._dense or len(begins) + 1 >= len(ids):
+            return self.copies(block_ids, first)
+        if not 0 <= first <= first + len(ids) <= self.blocks_per_chunk:
+            raise ValueError(f"{len(ids)} blocks from {first} on do not fit {self.blocks_per_chunk}")
+        starts = np.concatenate(([0], begins))
+        return self._entries(ids[starts], first + starts, np.diff(np.append(starts, len(ids))))
+
+    def _entries(self, ids: Ints, inside: Ints, counts: Ints) -> Copies:
+        """One entry per layer and run: its first block, that block's place in the chunk, its blocks."""
         return Copies(
             (self._bases + ids * self._strides).ravel(),
             (self._starts + inside * self._pages).ravel(),
-            np.broadcast_to(self._pages, shape).ravel(),
+            (self._pages * counts).ravel(),
         )
-
-
-def merged(entries: Copies) -> Copies:
-    """The same bytes in fewer entries: engine blocks that follow each other on both sides are one copy.
-
-    vLLM hands out consecutive blocks while its pool is fresh; a copy's set-up then costs more than its bytes.
-    """
-    addresses, offsets, lengths = entries.addresses, entries.offsets, entries.lengths
-    begins = np.empty(len(addresses), bool)
-    begins[:1] = True
-    follows = addresses[1:] == addresses[:-1] + lengths[:-1]
-    follows &= offsets[1:] == offsets[:-1] + lengths[:-1]
-    begins[1:] = ~follows
-    if begins.all():
-        return entries
-    starts = np.flatnonzero(begins)
-    return Copies(addresses[starts], offsets[starts], np.add.reduceat(lengths, starts))
 
 
 @dataclass(frozen=True, slots=True)

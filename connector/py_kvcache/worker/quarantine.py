@@ -16,10 +16,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blake3 import blake3
-
+from py_kvcache.digest import new_digest
 from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
-from py_kvcache.layout import ALGO_BLAKE3, FOOTER_BYTES, digest_header, file_bytes, padded
+from py_kvcache.layout import FOOTER_BYTES, digest_header, file_bytes, padded
 from py_kvcache.worker.checksum import read_footer
 
 if TYPE_CHECKING:
@@ -104,9 +103,9 @@ class Quarantine:
             if footer is None:
                 return Fault.FOREIGN, f"{size} bytes instead of {want}, no footer of this block in its place"
             return Fault.WRONG_SIZE, f"{size} bytes instead of {want}"
-        if footer is None or footer.algorithm != ALGO_BLAKE3 or not self._checksum:
+        hasher = None if footer is None or not self._checksum else new_digest(footer.algorithm)
+        if footer is None or hasher is None:
             return verdict
-        hasher = blake3()
         for offset in range(0, end, _CHUNK):
             hasher.update(self._read(fd, min(_CHUNK, end - offset), offset))
         hasher.update(digest_header(footer))

@@ -1,0 +1,79 @@
+"""Digests of block payloads.
+
+A load at 30 GB/s leaves no cores for blake3 over every byte (3.5 GB/s a core). New blocks are summed instead,
+in one pass at memory speed (11 GB/s a core), and blake3 covers the sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from py_kvcache.layout import ALGO_BLAKE3, ALGO_SUMS, ALIGN
+
+_WORDS = ALIGN // 8
+# Small enough to be in the core's caches for the second sum, large enough that the GIL, which is taken between
+# two pieces, is free nearly all the time.
+_PIECE = 2 << 20
+
+
+class Digest(Protocol):
+    """Takes the padded payload in order, then the footer's header."""
+
+    def update(self, data: Any) -> Any:
+        """The next bytes, of any length."""
+
+    def digest(self) -> bytes:
+        """32 bytes. Nothing may follow."""
+
+
+class SumsDigest:
+    """blake3(sums of each page || sums of each place in the pages || the rest).
+
+    The payload is seen as rows of 512 little-endian 64-bit words, one row a page of 4,096 bytes. Every row
+    and every column is added up modulo 2**64. A changed bit, a page that is zero, torn, stale or in another's
+    place changes a row's sum, words that change places within a row change columns' sums. What could pass are
+    four or more changes in the corners of rectangles that cancel out in both directions: what chance does with
+    2**-64 at most, and somebody who may write to the volume could forge any unkeyed digest.
+    """
+
+    def __init__(self) -> None:
+        self._hash = blake3()
+        self._columns = np.zeros(_WORDS, "<u8")
+        self._rest = b""
+
+    def update(self, data: Any) -> SumsDigest:
+        """See Digest. The GIL is free while numpy adds."""
+        view = memoryview(data).cast("B")
+        if self._rest or len(view) % ALIGN:
+            view = memoryview(self._rest + bytes(view))
+            whole = len(view) - len(view) % ALIGN
+            self._rest, view = bytes(view[whole:]), view[:whole]
+        for start in range(0, len(view), _PIECE):
+            rows = np.frombuffer(view[start : start + _PIECE], "<u8").reshape(-1, _WORDS)
+            self._hash.update(np.add.reduce(rows, axis=1).tobytes())
+            self._columns += np.add.reduce(rows, axis=0)
+        return self
+
+    def digest(self) -> bytes:
+        """See Digest."""
+        return bytes(self._hash.update(self._columns.tobytes()).update(self._rest).digest())
+
+
+def new_digest(algorithm: int) -> Digest | None:
+    """For a footer's algorithm; None if it stands for no digest."""
+    if algorithm == ALGO_SUMS:
+        return SumsDigest()
+    return blake3() if algorithm == ALGO_BLAKE3 else None
+
+
+def digest_of(algorithm: int, payload: Any, header: bytes) -> bytes:
+    """Of a whole padded payload and the footer's header (layout.digest_header)."""
+    made = new_digest(algorithm)
+    if made is None:
+        raise ValueError(f"algorithm {algorithm} has no digest")
+    made.update(payload)
+    made.update(header)
+    return made.digest()

@@ -1,0 +1,159 @@
+"""Copies between pinned slots and the memory of a real GPU, byte for byte. Skipped without one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the CUDA device is built on torch")
+
+import torch
+
+from py_kvcache.errors import KvCacheError
+from py_kvcache.worker import cuda
+from py_kvcache.worker.device import make_device, regions_of
+from py_kvcache.worker.hostmemory import address_of
+from py_kvcache.worker.pages import Chunk, PageMap
+from py_kvcache.worker.parts import SlotCopy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+BLOCKS = 12
+
+
+def caches(pages: list[int], gap: int = 0) -> Any:
+    """vLLM's CanonicalKVCaches on the GPU: one random tensor per layer, the pages perhaps strided."""
+    tensors, refs = [], []
+    generator = torch.Generator().manual_seed(1)
+    for number, page in enumerate(pages):
+        memory = torch.randint(-128, 128, (BLOCKS * (page + gap),), dtype=torch.int8, generator=generator)
+        tensors.append(SimpleNamespace(tensor=memory.cuda().as_strided((BLOCKS, page), (page + gap, 1))))
+        refs.append(SimpleNamespace(tensor_idx=number, page_size_bytes=page))
+    return SimpleNamespace(tensors=tensors, group_data_refs=[refs])
+
+
+class Rig:
+    """A device over some tensors, with three slots."""
+
+    def __init__(self, kv: Any, per_chunk: int = 3) -> None:
+        self.kv, self.map = kv, PageMap(regions_of(kv, 0), per_chunk)
+        self.device = make_device(kv, self.map, lambda: None)
+        size = self.map.payload_bytes + 17
+        self.memory = self.device.allocate(3 * size)
+        self.slots = [self.memory[n * size : (n + 1) * size] for n in range(3)]
+
+    def expected(self, chunk: Chunk) -> bytes:
+        """What the slot of a whole chunk holds: layer by layer, block by block."""
+        layers = [self.kv.tensors[ref.tensor_idx].tensor for ref in self.kv.group_data_refs[0]]
+        return b"".join(layer[int(b)].cpu().numpy().tobytes() for layer in layers for b in chunk.block_ids)
+
+
+def wait(event: Any) -> None:
+    end = time.monotonic() + 30
+    while not event.done():
+        assert time.monotonic() < end, "the copy never ended"
+        time.sleep(0.0005)
+
+
+@pytest.fixture(
+    params=[([64, 64], 0), ([65536] * 4, 0), ([1000, 1000, 1000], 0), ([96, 8, 33], 0), ([64, 64], 32)],
+    ids=str,
+)
+def rig(request: pytest.FixtureRequest):
+    rig = Rig(caches(*request.param))
+    yield rig
+    rig.device.close()
+
+
+@pytest.mark.parametrize("ids", [[7, 2, 11], [4, 5, 6], [1, 2, 0]], ids=str)
+def test_a_store_puts_the_pages_into_the_slot_layer_by_layer_and_touches_no_byte_more(
+    rig: Rig, ids: list[int]
+):
+    chunk = Chunk(np.array(ids), 0)
+    wait(rig.device.store([SlotCopy(rig.slots[1], chunk, rig.device.record())]))
+    assert bytes(rig.slots[1][: rig.map.payload_bytes]) == rig.expected(chunk)
+    assert bytes(rig.slots[1][rig.map.payload_bytes :]) == bytes(17)
+    assert not any(rig.slots[0]) and not any(rig.slots[2])
+
+
+def test_a_load_of_several_slots_is_one_batch_and_touches_no_other_block(rig: Rig):
+    before = [tensor.tensor.clone() for tensor in rig.kv.tensors]
+    sources = [Chunk(np.array([0, 1, 2]), 0), Chunk(np.array([3, 8, 10]), 0)]
+    targets = [Chunk(np.array([9, 4, 6]), 0), Chunk(np.array([11, 5]), 1)]
+    for slot, source in zip(rig.slots, sources, strict=False):
+        wait(rig.device.store([SlotCopy(slot, source, rig.device.record())]))
+    event = rig.device.record()
+    copies = [SlotCopy(slot, target, event) for slot, target in zip(rig.slots, targets, strict=False)]
+    wait(rig.device.load(copies))
+    origin = {9: 0, 4: 1, 6: 2, 11: 8, 5: 10}
+    for tensor, old in zip(rig.kv.tensors, before, strict=True):
+        for block in range(BLOCKS):
+            assert torch.equal(tensor.tensor[block], old[origin.get(block, block)]), block
+
+
+def test_a_store_waits_for_the_kernels_before_its_event():
+    rig = Rig(caches([1 << 20] * 2))
+    torch.cuda._sleep(200_000_000)  # about 0.1 s of GPU time, on vLLM's stream
+    for tensor in rig.kv.tensors:
+        tensor.tensor.fill_(77)
+    event = rig.device.store([SlotCopy(rig.slots[0], Chunk(np.array([1, 2, 3]), 0), rig.device.record())])
+    wait(event)
+    assert set(bytes(rig.slots[0][: rig.map.payload_bytes])) == {77}
+    rig.device.close()
+
+
+def test_a_load_waits_for_the_last_owner_of_its_blocks():
+    rig = Rig(caches([1 << 20] * 2))
+    np.frombuffer(rig.slots[0], np.uint8)[:] = 5
+    torch.cuda._sleep(200_000_000)
+    for tensor in rig.kv.tensors:
+        tensor.tensor.fill_(77)
+    wait(rig.device.load([SlotCopy(rig.slots[0], Chunk(np.array([1, 2, 3]), 0), rig.device.record())]))
+    torch.cuda.synchronize()
+    for tensor in rig.kv.tensors:
+        assert set(tensor.tensor[1:4].flatten().tolist()) == {5}
+        assert set(tensor.tensor[4].tolist()) == {77}
+    rig.device.close()
+
+
+def test_a_copy_from_another_thread_uses_the_same_context():
+    rig, seen = Rig(caches([64, 64])), []
+    chunk = Chunk(np.array([7, 2, 11]), 0)
+    after = rig.device.record()
+
+    def work() -> None:
+        wait(rig.device.store([SlotCopy(rig.slots[0], chunk, after)]))
+        seen.append(bytes(rig.slots[0][: rig.map.payload_bytes]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert seen == [rig.expected(chunk)]
+    rig.device.close()
+
+
+def test_staging_memory_is_pinned_until_close_and_closing_twice_is_fine():
+    rig = Rig(caches([64, 64]))
+    address = address_of(rig.memory)
+    assert torch.from_numpy(np.frombuffer(rig.memory, np.uint8)).is_pinned()
+    assert int(torch.cuda.cudart().cudaHostRegister(address, len(rig.memory), 0)) != 0, "registered already"
+    rig.device.close()
+    rig.device.close()
+    assert int(torch.cuda.cudart().cudaHostRegister(address, len(rig.memory), 0)) == 0
+    assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
+
+
+def test_more_than_can_be_pinned_is_one_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
+    rig = Rig(caches([64, 64]))
+    monkeypatch.setattr(cuda, "host_memory", lambda nbytes: rig.memory)  # pinned already: CUDA refuses
+    with pytest.raises(KvCacheError, match=r"cannot be pinned \(CUDA error [0-9]+\): set staging_bytes"):
+        rig.device.allocate(len(rig.memory))
+    rig.device._memory = rig.memory
+    rig.device.close()
+    torch.zeros(1, device="cuda").add_(1)  # the context is still good
+    torch.cuda.synchronize()
