@@ -66,6 +66,13 @@ def test_a_batch_reaches_the_driver_entry_by_entry_with_one_set_of_attributes(or
     assert library.copies == [([1 << 40, 5], [7, 1 << 46], [65536, 3], number, 0, 1, 0xABC)]
 
 
+def test_a_batch_of_many_entries_is_one_call():
+    library, count = Library(), 448
+    columns = [list(range(start, start + count)) for start in (1 << 40, 1 << 30, 1)]
+    Driver(library).copy_batch(*arrays(*columns), Access.ANY, 1)
+    assert library.copies == [(*columns, 3, 0, 1, 1)]
+
+
 def test_an_empty_batch_is_no_call():
     library = Library()
     Driver(library).copy_batch(*arrays([], [], []), Access.ANY, 1)

@@ -1,4 +1,4 @@
-"""Four functions of the CUDA driver, by ctypes: it releases the GIL for each call, and needs no compiler.
+"""Four functions of the CUDA driver, by ctypes: no compiler is needed.
 
 Signatures are those of CUDA 12.8, which cuGetProcAddress gives on every later driver too.
 """
@@ -11,6 +11,9 @@ from typing import Any
 
 _ABI = 12080
 _LIBRARY = "libcuda.so.1"
+# A call takes about 1 us an entry. To release the GIL for it can cost 5 ms, if a thread of vLLM's takes it, so
+# that is for batches only which would keep vLLM waiting.
+_RELEASE_FROM = 100
 
 
 class DriverError(RuntimeError):
@@ -51,7 +54,9 @@ class Driver:
             self._lib: Any = ctypes.CDLL(_LIBRARY) if library is None else library
         except OSError as error:
             raise DriverError(f"{_LIBRARY} cannot be loaded: {error}") from error
-        self._copy = self._find(b"cuMemcpyBatchAsync")
+        address = self._find(b"cuMemcpyBatchAsync")
+        self._copy = ctypes.CFUNCTYPE(ctypes.c_int)(address)
+        self._copy_few = ctypes.PYFUNCTYPE(ctypes.c_int)(address)  # keeps the GIL
         self._attributes = {order: _Attributes(order=int(order)) for order in Access}
         self._zero = ctypes.c_size_t(0)  # one set of attributes, from entry 0 on
 
@@ -77,7 +82,8 @@ class Driver:
         if not len(lengths):
             return
         failed = ctypes.c_size_t(0)
-        code = self._copy(
+        copy = self._copy if len(lengths) >= _RELEASE_FROM else self._copy_few
+        code = copy(
             ctypes.c_void_p(targets.ctypes.data),
             ctypes.c_void_p(sources.ctypes.data),
             ctypes.c_void_p(lengths.ctypes.data),
@@ -90,7 +96,7 @@ class Driver:
         )
         self._check(code, f"cuMemcpyBatchAsync of {len(lengths)} pages")
 
-    def _find(self, name: bytes) -> Any:
+    def _find(self, name: bytes) -> int:
         address, status = ctypes.c_void_p(), ctypes.c_int()
         code = self._lib.cuGetProcAddress_v2(
             name, ctypes.byref(address), _ABI, ctypes.c_uint64(0), ctypes.byref(status)
@@ -99,7 +105,7 @@ class Driver:
             raise DriverError(
                 f"the NVIDIA driver has no {name.decode()}: version 570 (CUDA 12.8) or later is needed"
             )
-        return ctypes.CFUNCTYPE(ctypes.c_int)(address.value)
+        return address.value
 
     def _check(self, code: int, what: str) -> None:
         if not code:
