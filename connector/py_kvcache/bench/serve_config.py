@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from py_kvcache.bench.systems import Variant, parse_systems
+from py_kvcache.bench.variants import Variant, parse_systems
 from py_kvcache.bench.workloads import WORKLOADS, Shape
 from py_kvcache.bench.workspace import MOST_ROUNDS, MOST_VALUES
 from py_kvcache.errors import ConfigError
@@ -134,7 +134,8 @@ class ServeConfig:
         layers = model.get("num_hidden_layers")
         if not (heads and width and layers) or "kv_lora_rank" in model or name not in _BYTES:
             return 0
-        return 2 * layers * heads * width * _BYTES[name] * sum(self.tokens) * (self.documents + self.prewarm)
+        each = 2 * int(layers) * int(heads) * int(width) * _BYTES[name]  # of a token
+        return each * sum(self.tokens) * (self.documents + self.prewarm)
 
     def as_json(self) -> dict[str, Any]:
         """For the report."""

@@ -156,11 +156,9 @@ def table(report: Mapping[str, Any]) -> str:
     rows = [_COLUMNS, *(_row(record) for record in report["results"])]
     widths = [max(len(row[n]) for row in rows) for n in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    for skipped in report["skipped"]:
-        lines.append(f"skipped: {skipped['system']}: {skipped['why']}")
-    for run in report["runs"]:
-        if run["error"] is not None:
-            lines.append(f"failed: round {run['round']}, {run['system']}: {run['error']}")
+    lines += [f"skipped: {skipped['system']}: {skipped['why']}" for skipped in report["skipped"]]
+    failed = [run for run in report["runs"] if run["error"] is not None]
+    lines += [f"failed: round {run['round']}, {run['system']}: {run['error']}" for run in failed]
     lines += [f"note: {note}" for note in report["notes"]]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -169,7 +167,9 @@ def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
     mean = record["mean_ttft_s"]
     reads = record["own_read_bytes"] if record["own_read_bytes"] is not None else record["call_read_bytes"]
     writes = (
-        record["own_written_bytes"] if record["own_written_bytes"] is not None else record["call_written_bytes"]
+        record["own_written_bytes"]
+        if record["own_written_bytes"] is not None
+        else record["call_written_bytes"]
     )
     same = record["same_tokens_as_recompute"]
     return (

@@ -11,8 +11,8 @@ from typing import Any
 
 _ABI = 12080
 _LIBRARY = "libcuda.so.1"
-# A call takes about 1 us an entry. To release the GIL for it can cost 5 ms, if a thread of vLLM's takes it, so
-# that is for batches only which would keep vLLM waiting.
+# A call takes about 1 us an entry. To release the GIL for it can cost 5 ms, if a thread of vLLM's takes it;
+# so only batches that would keep vLLM waiting do.
 _RELEASE_FROM = 100
 
 
@@ -76,8 +76,8 @@ class Driver:
         """Queue one copy per entry on a stream (not the default one).
 
         Args:
-            targets, sources, lengths: contiguous numpy arrays of 64-bit integers, addresses and bytes; alive and
-                unchanged until the copies have ended.
+            targets, sources, lengths: contiguous numpy arrays of 64-bit integers, addresses and bytes; alive
+                and unchanged until the copies have ended.
         """
         if not len(lengths):
             return
