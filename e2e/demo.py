@@ -53,6 +53,7 @@ class Progress:
     def run(self, what: str, work: Callable[[], T], result: Callable[[T], str] = lambda _: "") -> T:
         """Do one step; a spinner shows it on a terminal, one line stays of it everywhere."""
         self._step += 1
+        assert self._step <= self._steps, "a step that nobody announced"
         head = f"\\[{self._step:>2}/{self._steps}]"
         began = time.monotonic()
         if self._console.is_terminal:
@@ -148,7 +149,7 @@ def wait_until_stored(root: Path) -> list[Path]:
 class Demo:
     """The steps, and the server that is running, so that its log can be shown when one fails."""
 
-    STEPS = 9
+    STEPS = 10
 
     def __init__(self, console: Console, work: Path) -> None:
         self.work = work
