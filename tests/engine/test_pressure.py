@@ -184,6 +184,9 @@ def test_inside_multi_connector_a_failed_load_is_a_recompute(tiny: str, tmp_path
         "kv_connector": "MultiConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [ours]},
     }  # fmt: skip
+    # In one process vLLM 0.26's MultiConnector takes each connector's statistics for what they are after a
+    # journey between two (multi_connector.py, observe), whatever the connector.
+    arguments["disable_log_stats"] = True
     with engine(arguments) as session:
         assert session.generate([prompts[0]], max_tokens=40)["tokens"][0] == expected[0]
         session.call("settle")
