@@ -37,7 +37,7 @@ _EXITS = "\n\nExit codes: 0 good, 1 problem found, 2 usage, 3 root unusable."
 
 _TOOLS = {
     "doctor": "tools.doctor", "inspect": "tools.inspection", "verify": "tools.verify_report",
-    "bench io": "bench.io", "bench metadata": "bench.metadata",
+    "bench io": "bench.io", "bench metadata": "bench.metadata", "bench serve": "bench.serve",
 }  # fmt: skip
 # typer names no base of its usage errors, and has them from click or from a copy of it
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -195,7 +195,7 @@ def verify(
 # ---- benchmarks
 
 bench = typer.Typer(
-    help="Measure this volume through our data path against fio, and bare system calls.",
+    help="Measure this volume against fio and bare system calls, and serving against what else there is.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings=_CONTEXT,
@@ -279,6 +279,69 @@ def bench_metadata(
                 on_progress=on_progress,
             )  # fmt: skip
         answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))
+    raise typer.Exit(GOOD if report["good"] else PROBLEM)
+
+
+def _object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}: {text[:40]!r} is no JSON object")
+    return value
+
+
+@bench.command(
+    "serve",
+    epilog="Examples:\n\n`py-kvcache bench serve --model /models/llama --root /cache --tokens 10000,40000 "
+    "--out results`\n\n`py-kvcache bench serve --model DIR --root /cache --systems "
+    "recompute,py-kvcache,py-kvcache:checksum=off+io_depth=32,floor --rounds 5 --out results --json`\n\n"
+    '`py-kvcache bench serve --model DIR --root /cache --engine \'{"dtype": "float16"}\' --out results`',
+)
+def bench_serve(
+    root: BenchRoot,
+    model: Annotated[
+        str,
+        typer.Option(metavar="DIR", help="Folder of the model; config.json alone gives random weights."),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for serve.json, logs and pictures.")],
+    systems: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Systems, with options as NAME:option=value+option=value.")
+    ] = "recompute,prefix-cache,vllm-cpu-offload,vllm-fs-tier,lmcache,py-kvcache,floor",
+    tokens: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the documents.")] = "10000",
+    documents: Annotated[int, typer.Option(min=1, max=1000, help="Documents asked at once.")] = 6,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Times each system runs; they take turns.")
+    ] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 1,
+    engine: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's engine, for all.")] = "{}",
+    resume: Annotated[bool, typer.Option(help="Go on with what is in the folder of the results.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare times to first token with what else vLLM can use, one engine at a time, on this machine.
+
+    Systems: recompute, prefix-cache, vllm-cpu-offload, vllm-fs-tier, lmcache, py-kvcache, and floor (the same
+    files without vLLM). One that cannot run here is skipped, one that fails is reported (exit code 1).
+    """
+    from py_kvcache.bench import serve as tool
+    from py_kvcache.bench.serve_config import from_mapping
+    from py_kvcache.bench.serve_report import table
+
+    with failures(tool.SCHEMA, as_json):
+        settings = from_mapping(
+            {
+                "root": root, "model": model, "out": out, "systems": systems, "tokens": _numbers(tokens),
+                "documents": documents, "rounds": rounds, "max_tokens": max_tokens, "resume": resume,
+                "engine": _object(engine, "--engine"),
+            }
+        )  # fmt: skip
+        with steps() as on_progress:
+            report = tool.run(settings, on_progress=on_progress)
+        answer(
+            lambda: json.dumps(report, indent=2), as_json,
+            lambda out: out.print(table(report), markup=False, highlight=False, soft_wrap=True),
+        )  # fmt: skip
     raise typer.Exit(GOOD if report["good"] else PROBLEM)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
 _GONE_S = 30.0
 _TAIL_LINES = 12
+_CAUSES = 4
+# "ValueError: ...", also behind a logger's prefix.
+_CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 _TAIL_BYTES = 16 << 10
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -82,7 +86,7 @@ def run_child(
     elif not any(event.get("event") == "done" for event in ended.events):
         ended.error = "it ended before it was done"
     if ended.error is not None:
-        ended.log_tail = tail(log)
+        ended.log_tail = [*causes(log), *tail(log)]
     return ended
 
 
@@ -148,6 +152,19 @@ def group_members(group: int) -> list[int]:
         if int(its_group) == group and state not in "ZX":
             found.append(int(entry))
     return found
+
+
+def causes(log: Path) -> list[str]:
+    """The first different errors in a log: vLLM's last lines only say that its engine core failed."""
+    found: dict[str, None] = {}
+    with log.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            match = _CAUSE.search(line)
+            if match is not None:
+                found[match[0].rstrip()[:300]] = None
+            if len(found) == _CAUSES:
+                break
+    return list(found)
 
 
 def tail(log: Path) -> list[str]:

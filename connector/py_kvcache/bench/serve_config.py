@@ -139,11 +139,11 @@ class ServeConfig:
 
     def as_json(self) -> dict[str, Any]:
         """For the report."""
-        return asdict(self)
+        return {**asdict(self), "tokens": list(self.tokens)}
 
     def same_work(self, other: Mapping[str, Any]) -> bool:
         """Whether a report's settings measured the same, so that their rounds can be joined."""
-        mine = json.loads(json.dumps(self.as_json()))
+        mine = self.as_json()
         free = {"root", "out", "rounds", "systems", "child_timeout_s", "budget_s", "resume", "model"}
         return all(other.get(name) == value for name, value in mine.items() if name not in free)
 

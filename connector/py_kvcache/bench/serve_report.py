@@ -158,9 +158,14 @@ def table(report: Mapping[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines += [f"skipped: {skipped['system']}: {skipped['why']}" for skipped in report["skipped"]]
     failed = [run for run in report["runs"] if run["error"] is not None]
-    lines += [f"failed: round {run['round']}, {run['system']}: {run['error']}" for run in failed]
+    lines += [f"failed: round {run['round'] + 1}, {run['system']}: {_why(run)}" for run in failed]
     lines += [f"note: {note}" for note in report["notes"]]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _why(run: Run) -> str:
+    """The status and the first thing that the log says about it."""
+    return "; ".join([run["error"], *run["log_tail"][:1]])
 
 
 def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
