@@ -82,11 +82,6 @@ def test_it_does_not_matter_in_what_portions_the_bytes_come(cuts: list[int]):
     assert made.digest() == digest(PAYLOAD)
 
 
-def test_a_payload_of_several_pieces_is_summed_as_a_whole():
-    payload = random.Random(2).randbytes(5 << 20)
-    assert digest(payload) == by_hand(payload, HEADER)
-
-
 def test_each_algorithm_of_a_footer_has_its_own_and_none_has_none():
     assert digest_of(ALGO_BLAKE3, PAYLOAD, HEADER) == blake3(PAYLOAD + HEADER).digest()
     assert new_digest(ALGO_NONE) is None

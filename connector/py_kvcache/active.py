@@ -13,7 +13,7 @@ from py_kvcache.errors import RootError, UnsupportedError
 from py_kvcache.inert import make_inert
 from py_kvcache.layout import make_dir
 from py_kvcache.namespace import backend_names, cpu_marks, tensor_marks
-from py_kvcache.plan import WorkerReport
+from py_kvcache.plan import StepNote, WorkerReport
 from py_kvcache.spec import SPEC_MODULE, SPEC_NAME, PyKvCacheSpec
 from py_kvcache.vllm_api import KVConnectorRole, OffloadingConnector
 
@@ -84,6 +84,10 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
             PyKvCacheSpec.engine = None
         self._engine, self._cache_config = vllm_config, kv_cache_config
         self._layouts: tuple[dict[str, Any], ...] = ()
+        # Without prefix caching vLLM gives the blocks of a request that ended to the next one at once; with
+        # it they are the last to be used again, and a reset of the cache wants them free.
+        self._keeps_blocks = not vllm_api.has_prefix_caching(vllm_config)
+        self._held: set[str] = set()  # scheduler: ended since the last step, their blocks kept
         if role == KVConnectorRole.SCHEDULER:
             vllm_api.choose_recompute(vllm_config, settings.load_failure_policy)
 
@@ -118,16 +122,37 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        vllm_api.trim_finished(self.connector_scheduler, request.request_id)
-        return answer
+        return self._ended(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return self._ended(request, super().request_finished_all_groups(request, block_ids))
+
+    def _ended(
+        self, request: Any, answer: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """True makes vLLM keep the blocks until get_finished() names the request.
+
+        Stock gives them up at once and has a step wait for what is still to be copied from them: the engine
+        stands still, or the end of the prompt is not stored.
+        """
         vllm_api.trim_finished(self.connector_scheduler, request.request_id)
-        return answer
+        keep, more = answer
+        if keep or not self._keeps_blocks or not vllm_api.ended_by_itself(request):
+            return answer
+        if not self.manager.stores(request.request_id):
+            return answer
+        self._held.add(request.request_id)
+        return True, more
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        held, self._held = self._held, set()
+        # Its store jobs are complete now: the last ones were made a line above.
+        jobs = vllm_api.store_jobs_of(self.connector_scheduler, held) if held else {}
+        meta.step_note = StepNote(vllm_api.is_idle(scheduler_output), jobs)
+        return meta
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """vLLM hands over what the workers' get_handshake_metadata() said."""
@@ -170,13 +195,14 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         # The first call of a step in every version; start_load_kv comes after the forward since 0.29.
         if self.executor is not None:
-            self.executor.step_began()
+            self.executor.step_began(getattr(connector_metadata, "step_note", None))
         super().bind_connector_metadata(connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        answer: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        self.executor.wait_if_idle()
+        sent, received = super().get_finished(finished_req_ids)
         self.executor.step_ended()
-        return answer
+        return (sent or set()) | self.executor.take_released(), received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.executor.take_invalid_blocks()  # type: ignore[no-any-return]

@@ -34,6 +34,19 @@ class TransferPlan(LoadStoreSpec):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
+class StepNote:
+    """What the scheduler tells every rank about a step, beside vLLM's own metadata.
+
+    Args:
+        idle: nothing is computed in this step; vLLM makes one after the other while transfers are under way.
+        held: requests that ended, whose KV blocks vLLM keeps until we say that these jobs have copied them.
+    """
+
+    idle: bool
+    held: dict[str, frozenset[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Failures:
     """Blocks of one job that were not transferred: where they live, and each key's fault label."""
 

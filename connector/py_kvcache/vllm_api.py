@@ -300,6 +300,30 @@ def trim_finished(connector_scheduler: Any, request_id: str) -> None:
         del state.offload_keys[len(state.block_ids) // per_chunk :]
 
 
+def ended_by_itself(request: Any) -> bool:
+    """Not aborted: what vLLM does with the blocks of a request aborted during a load is its own business."""
+    return bool(request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"))
+
+
+def store_jobs_of(connector_scheduler: Any, request_ids: set[str]) -> dict[str, frozenset[int]]:
+    """Ids of the store jobs under way, for each of the requests, also where there are none."""
+    found: dict[str, set[int]] = {request_id: set() for request_id in request_ids}
+    for job_id, job in connector_scheduler._jobs.items():
+        if job.is_store and job.req_id in found:
+            found[job.req_id].add(job_id)
+    return {request_id: frozenset(jobs) for request_id, jobs in found.items()}
+
+
+def has_prefix_caching(vllm_config: Any) -> bool:
+    """Of the engine itself, in the memory of its KV cache."""
+    return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def is_idle(scheduler_output: Any) -> bool:
+    """Whether a step computes nothing."""
+    return not scheduler_output.total_num_scheduled_tokens
+
+
 def check_supported_version() -> None:
     """Raise when this vLLM is outside the window; used by the tools that start engines."""
     version = vllm_version()

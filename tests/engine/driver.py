@@ -127,7 +127,7 @@ class Driver:
             scheduler = self.connector_scheduler
             if snapshot.jobs_running == 0 and not scheduler._jobs and snapshot.lost_now == 0:
                 break
-            core.step()
+            core.step_fn()  # with asynchronous scheduling it is another than step()
             time.sleep(0.01)
         return {"drained": drained, **self.stats()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import hashlib
 import json
 import os
@@ -214,6 +215,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--extra", default="{}", help="our settings, as JSON")
     given, out = parser.parse_args(), take_answers()
+    faulthandler.dump_traceback_later(given.seconds + 120, exit=True)  # whatever hangs is then seen
     report = run(given)
     print(json.dumps(report, indent=1), file=out, flush=True)
     return 0 if report["good"] else 1

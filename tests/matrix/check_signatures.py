@@ -45,7 +45,7 @@ MEMBERS = f"""
 {V1}.offloading.common:OffloadingWorkerMetadata    completed_jobs transfer_stats aggregate
 {V1}.offloading.scheduler:OffloadingConnectorScheduler manager config _jobs _req_status
 {V1}.offloading.scheduler:SchedulerOffloadConfig   blocks_per_chunk
-{V1}.offloading.scheduler:TransferJobStatus   req_id
+{V1}.offloading.scheduler:TransferJobStatus   req_id is_store
 {V1}.offloading.scheduler:RequestOffloadState group_states
 {V1}.offloading.scheduler:RequestGroupState   offload_keys block_ids next_stored_chunk_idx
 {V1}.offloading.worker:OffloadingConnectorWorker   worker
@@ -66,13 +66,15 @@ vllm.v1.kv_cache_interface:KVCacheGroupSpec   kv_cache_spec layer_names
 vllm.v1.kv_cache_interface:FullAttentionSpec  block_size
 vllm.v1.kv_cache_interface:MLAAttentionSpec   block_size
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
-vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request
+vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request status
+vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED
+vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens
 vllm.lora.request:LoRARequest                 lora_path lora_int_id load_inplace
 vllm.config:KVTransferConfig                  kv_role kv_connector_extra_config kv_load_failure_policy
 vllm.config:ParallelConfig                    rank tensor_parallel_size pipeline_parallel_size
   prefill_context_parallel_size decode_context_parallel_size
 vllm.config:CacheConfig                       cache_dtype prefix_caching_hash_algo kv_cache_dtype_skip_layers
-  calculate_kv_scales<0.27 kv_cache_layout>=0.30
+  calculate_kv_scales<0.27 kv_cache_layout>=0.30 enable_prefix_caching
 vllm.config:ModelConfig                       model revision seed dtype quantization hf_config
   hf_overrides use_mla get_total_num_kv_heads multimodal_config quantization_config
 vllm.config:LoadConfig                        load_format model_loader_extra_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,16 @@ from py_kvcache import metrics
 from py_kvcache.config import parse_config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import parse_block_path
-from py_kvcache.plan import TransferPlan, WorkerReport
+from py_kvcache.plan import StepNote, TransferPlan, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorkerMetadata
 from py_kvcache.worker.counters import Counters
-from py_kvcache.worker.executor import FLUSH_PATIENCE_S, SHORTEST_STEP_S, Executor
+from py_kvcache.worker.executor import (
+    FLUSH_PATIENCE_S,
+    HOLD_PATIENCE_S,
+    IDLE_WAIT_S,
+    SHORTEST_STEP_S,
+    Executor,
+)
 from py_kvcache.worker.jobs import Job, JobResult, Kind
 
 SPACE = "model_0123456789abcdef"
@@ -36,6 +43,8 @@ class HandReactor:
         self.started = 0
         self.counters = Counters()
         self.broken: Exception | None = None
+        self.waited: list[float] = []
+        self.asked: list[Any] = []
 
     def start(self) -> None:
         self.started += 1
@@ -51,6 +60,14 @@ class HandReactor:
 
     def flush(self, job_ids: set[int], patience_s: float) -> None:
         self.flushed.append((set(job_ids), patience_s))
+
+    def wait_finished(self, timeout_s: float) -> None:
+        self.waited.append(timeout_s)
+
+    def ask(self, job_ids: set[int], patience_s: float) -> Any:
+        question = SimpleNamespace(ids=job_ids, patience_s=patience_s, answered=threading.Event())
+        self.asked.append(question)
+        return question
 
     def snapshot(self) -> Counters:
         return self.counters.copy(0)
@@ -121,7 +138,7 @@ def rig() -> Rig:
 
 def test_a_load_becomes_a_job_with_one_block_per_key_in_order(rig: Rig):
     before = time.monotonic()
-    rig.executor.step_began()
+    rig.executor.step_began(None)
     rig.parts.device.record = lambda: "after the step's own kernels"
     plan = rig.load(7, chunks=2, blocks=list(range(10, 18)))
     job = rig.reactor.jobs[7]
@@ -240,7 +257,7 @@ def test_a_load_that_cannot_be_submitted_is_a_failed_one(
         rig.reactor.broken = RuntimeError("no")
     elif what == "device":
         rig.parts.device.record = lambda: 1 / 0
-        rig.executor.step_began()
+        rig.executor.step_began(None)
     elif what == "count":
         blocks = [1, 2, 3, 4, 5]
     elif what == "space":
@@ -256,7 +273,7 @@ def test_a_load_that_cannot_be_submitted_is_a_failed_one(
     assert rig.step()[:2] == ([], set())
     assert "could not be submitted" in caplog.text
     rig.parts.device.record = lambda: "event"
-    rig.executor.step_began()
+    rig.executor.step_began(None)
     rig.reactor.broken = None
     rig.load(10, chunks=1, blocks=[1, 2, 3, 4])
     assert 10 in rig.reactor.jobs, "the next step is not bound by it"
@@ -339,10 +356,10 @@ def test_a_refused_direct_read_shows_as_a_fallback(rig: Rig):
 def test_steps_are_drawn_on_the_timeline_when_there_is_one_and_empty_ones_are_left_out(rig: Rig):
     rig.executor.step_ended()
     rig.parts.trace = SimpleNamespace(complete=lambda *bar: rig.bars.append(bar))
-    rig.executor.step_began()
+    rig.executor.step_began(None)
     rig.executor._step_began += 60  # however slow this machine is, that step was short
     rig.executor.step_ended()
-    rig.executor.step_began()
+    rig.executor.step_began(None)
     time.sleep(2 * SHORTEST_STEP_S)
     rig.executor.step_ended()
     name, _lane, begin, duration, _ = rig.bars[0]
@@ -360,3 +377,53 @@ def test_the_reactor_is_started_once_and_the_parts_are_closed_at_shutdown(rig: R
 
 def test_the_interface_of_vllm_is_complete():
     assert not Executor.__abstractmethods__
+
+
+def idle(held: dict[str, frozenset[int]] | None = None, *, is_idle: bool = True) -> StepNote:
+    return StepNote(is_idle, held or {})
+
+
+def test_a_step_without_computation_waits_for_transfers_and_only_then(rig: Rig):
+    rig.executor.step_began(idle())
+    rig.executor.wait_if_idle()
+    assert rig.reactor.waited == [], "nothing is under way"
+    rig.load(1, chunks=1, blocks=[1, 2, 3, 4])
+    rig.executor.wait_if_idle()
+    assert rig.reactor.waited == [IDLE_WAIT_S]
+    rig.executor.step_began(idle(is_idle=False))
+    rig.executor.wait_if_idle()
+    assert rig.reactor.waited == [IDLE_WAIT_S], "other requests are being computed"
+
+
+def test_a_result_that_is_there_already_is_not_waited_for(rig: Rig):
+    rig.executor.step_began(idle())
+    rig.load(1, chunks=1, blocks=[1, 2, 3, 4])
+    rig.reactor.broken = RuntimeError("no")
+    rig.load(2, chunks=1, blocks=[5, 6, 7, 8])
+    rig.executor.wait_if_idle()
+    assert rig.reactor.waited == []
+
+
+def test_blocks_of_an_ended_request_are_let_go_when_its_stores_have_copied_them(rig: Rig):
+    rig.store(3, chunks=1, blocks=[1, 2, 3, 4])
+    rig.executor.step_began(idle({"a": frozenset({3, 4})}))
+    assert rig.executor.take_released() == set()
+    rig.executor.step_began(idle())
+    assert rig.executor.take_released() == set(), "job 4 has not been handed in yet"
+    assert rig.reactor.asked == []
+    rig.store(4, chunks=1, blocks=[5, 6, 7, 8])
+    assert rig.executor.take_released() == set()
+    (question,) = rig.reactor.asked
+    assert (question.ids, question.patience_s) == ({3, 4}, HOLD_PATIENCE_S)
+    question.answered.set()
+    assert rig.executor.take_released() == {"a"}
+    assert rig.executor.take_released() == set(), "vLLM is told once"
+
+
+def test_a_request_without_stores_is_let_go_in_the_next_step_but_not_in_the_same(rig: Rig):
+    rig.executor.step_began(idle({"a": frozenset()}))
+    assert rig.executor.take_released() == set()
+    assert rig.executor.take_released() == set()
+    (question,) = rig.reactor.asked
+    question.answered.set()
+    assert rig.executor.take_released() == {"a"}

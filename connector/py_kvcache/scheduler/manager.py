@@ -131,6 +131,11 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._samples.add(metrics.HIT_TOKENS, external_tokens, "disk")
         self._samples.add(metrics.MISSED_TOKENS, missed)
 
+    def stores(self, request_id: str) -> bool:
+        """Whether blocks of the request may still be on their way to storage, or go there."""
+        state = self._requests.get(request_id)
+        return state is not None and state.store
+
     # ---- look-up
 
     def begin_lookup(self, request_id: str, local_tokens: int) -> None:
@@ -221,7 +226,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             self._index.saw(((space, key) for key in state.asked[: answer.present]), self._now)
             state.absent = set(state.asked[answer.present :])
             state.absent_until = self._now + ABSENT_FOR_S
-            state.ticket, state.asked = None, []
+            # The file system has answered. How long vLLM then takes to ask again (its steps may be full with
+            # other requests) is not a wait for us.
+            state.ticket, state.asked, state.waits_since = None, [], None
 
     # ---- loads and stores
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -79,6 +80,7 @@ class Core:
         self.direct = settings.direct
         self.jobs: dict[int, Running] = {}
         self.results: deque[JobResult] = deque()
+        self.news = threading.Event()  # set after each result
         self._on_finished = on_finished  # called before the result can be taken
         self.census = [0] * _STATES  # blocks by state, those given up included
         self.queued = {Kind.LOAD: 0, Kind.STORE: 0}  # blocks not begun
@@ -341,3 +343,4 @@ class Core:
         self.results.append(
             JobResult(job.job_id, job.kind, failed, run.done * self.settings.payload_bytes, seconds)
         )
+        self.news.set()

@@ -15,11 +15,12 @@ from typing import Any
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, part_dir
-from py_kvcache.plan import Failures, TransferPlan, WorkerReport
+from py_kvcache.plan import Failures, StepNote, TransferPlan, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
 from py_kvcache.worker import assembly
 from py_kvcache.worker.device import regions_of
 from py_kvcache.worker.fileops import FileOps
+from py_kvcache.worker.holds import Holds
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
 from py_kvcache.worker.leftovers import remove_own_dead_temps
 from py_kvcache.worker.pages import Chunk, PageMap, split_chunks
@@ -31,6 +32,11 @@ log = logging.getLogger("vllm.py_kvcache.worker")
 # may go on; what has not been copied then is neither stored nor loaded, since a stalled engine costs
 # everybody more.
 FLUSH_PATIENCE_S = 0.02
+# Blocks of a request that ended are kept from others for so long at most.
+HOLD_PATIENCE_S = 0.2
+# A step without computation waits so long at most for a transfer to end. vLLM would make thousands of such
+# steps, and the reactor would wait for the interpreter as often. A new request waits as long at worst.
+IDLE_WAIT_S = 0.005
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3
 
@@ -69,6 +75,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._layouts: tuple[dict[str, Any], ...] = ()
         self._tidied: set[str] = set()
         self._step_began = 0.0
+        self._idle = False
+        self._holds = Holds(lambda jobs: self._parts.reactor.ask(set(jobs), HOLD_PATIENCE_S))
         self._before_step: Any = None  # a device event, or the exception instead of one
 
     # ---- vLLM's interface
@@ -81,6 +89,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: TransferPlan) -> bool:
         """KV blocks to files. Always True."""
+        self._holds.submitted(job_id)
         return self._submit(job_id, Kind.STORE, dst_spec, src_spec, self._config.store_deadline_s)
 
     def get_finished(self) -> list[TransferResult]:
@@ -122,13 +131,25 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         )
         return report
 
-    def step_began(self) -> None:
+    def step_began(self, note: StepNote | None) -> None:
         """vLLM begins a forward step, and has launched none of it yet."""
+        if note is not None:
+            self._idle = note.idle
+            self._holds.add(note.held)
         self._step_began = time.monotonic()
         try:
             self._before_step = self._parts.device.record()
         except Exception as error:  # noqa: BLE001 - a driver raises what it likes; it costs this step's loads only
             self._before_step = error
+
+    def wait_if_idle(self) -> None:
+        """In a step that computes nothing: until a transfer ends, or a moment."""
+        if self._idle and self._jobs and not self._refused:
+            self._parts.reactor.wait_finished(IDLE_WAIT_S)
+
+    def take_released(self) -> set[str]:
+        """Requests that ended, and whose blocks are no longer needed."""
+        return self._holds.take_released()
 
     def step_ended(self) -> None:
         """For the timeline."""

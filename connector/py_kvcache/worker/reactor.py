@@ -84,6 +84,13 @@ class Reactor:
                 finished.append(results.popleft())
         return finished
 
+    def wait_finished(self, timeout_s: float) -> None:
+        """Return when there are results to take, or after the timeout. One thread at a time."""
+        news = self._core.news
+        news.clear()
+        if not self._core.results and not self._refused:
+            news.wait(timeout_s)
+
     def flush(self, job_ids: set[int], patience_s: float) -> None:
         """Return when none of these jobs touches device memory any more, and none will.
 
