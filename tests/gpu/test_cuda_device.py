@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the CUDA device is built on torch")
 import torch
 
 from py_kvcache.errors import KvCacheError
-from py_kvcache.worker import cuda
+from py_kvcache.worker import cuda, cudriver
 from py_kvcache.worker.device import make_device, regions_of
 from py_kvcache.worker.hostmemory import address_of
 from py_kvcache.worker.pages import Chunk, PageMap
@@ -139,21 +139,22 @@ def test_a_copy_from_another_thread_uses_the_same_context():
 
 def test_staging_memory_is_pinned_until_close_and_closing_twice_is_fine():
     rig = Rig(caches([64, 64]))
-    address = address_of(rig.memory)
+    driver, address, nbytes = rig.device._driver, address_of(rig.memory), len(rig.memory)
     assert torch.from_numpy(np.frombuffer(rig.memory, np.uint8)).is_pinned()
-    assert int(torch.cuda.cudart().cudaHostRegister(address, len(rig.memory), 0)) != 0, "registered already"
+    with pytest.raises(cudriver.DriverError, match="cuMemHostRegister"):
+        driver.pin(address, nbytes)  # it is already
     rig.device.close()
     rig.device.close()
-    assert int(torch.cuda.cudart().cudaHostRegister(address, len(rig.memory), 0)) == 0
-    assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
+    driver.pin(address, nbytes)
+    driver.unpin(address)
 
 
-def test_more_than_can_be_pinned_is_one_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
+def test_more_than_can_be_pinned_is_one_error_with_the_remedy_and_torch_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     rig = Rig(caches([64, 64]))
     monkeypatch.setattr(cuda, "host_memory", lambda nbytes: rig.memory)  # pinned already: CUDA refuses
-    with pytest.raises(KvCacheError, match=r"cannot be pinned \(CUDA error [0-9]+\): set staging_bytes"):
+    with pytest.raises(KvCacheError, match=r"cannot be pinned: cuMemHostRegister.+; set staging_bytes"):
         rig.device.allocate(len(rig.memory))
-    rig.device._memory = rig.memory
+    assert int(torch.zeros(1, device="cuda").add_(1)) == 1
     rig.device.close()
-    torch.zeros(1, device="cuda").add_(1)  # the context is still good
-    torch.cuda.synchronize()

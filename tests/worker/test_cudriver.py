@@ -23,6 +23,7 @@ class Library:
         self.code, self.context, self.has_batches = code, context, has_batches
         self.copies: list[tuple[Any, ...]] = []
         self.entered: list[int] = []
+        self.pinned: list[Any] = []
         self._callback = _BATCH(self._copy)
 
     def _copy(
@@ -49,6 +50,14 @@ class Library:
     def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
         self.entered.append(context.value)
         return 0
+
+    def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: Any) -> int:  # noqa: N802
+        self.pinned.append((address.value, nbytes.value, flags.value))
+        return self.code
+
+    def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
+        self.pinned.append(address.value)
+        return self.code
 
     def cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
         text._obj.value = b"invalid argument" if code == 1 else None
@@ -86,6 +95,18 @@ def test_a_refused_batch_says_the_drivers_words_and_number():
         Driver(Library(code=1)).copy_batch(*arrays([1, 2], [3, 4], [5, 6]), Access.ANY, 1)
     with pytest.raises(DriverError, match=r"unknown \(CUDA error 999\)"):
         Driver(Library(code=999)).copy_batch(*arrays([1], [3], [5]), Access.ANY, 1)
+
+
+def test_memory_is_pinned_for_every_context_and_unpinned_by_its_address():
+    library = Library()
+    driver = Driver(library)
+    driver.pin(1 << 40, 1 << 30)
+    driver.unpin(1 << 40)
+    assert library.pinned == [(1 << 40, 1 << 30, 1), 1 << 40]
+    library.code = 1
+    for call, name in ((lambda: driver.pin(1, 2), "Register"), (lambda: driver.unpin(1), "Unregister")):
+        with pytest.raises(DriverError, match=rf"cuMemHost{name}: invalid argument \(CUDA error 1\)"):
+            call()
 
 
 def test_a_thread_enters_the_context_of_another():

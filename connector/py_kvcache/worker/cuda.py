@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.py_kvcache.worker")
 
-# cudaHostRegisterPortable: pinned for every context of the process, so also for one that vLLM makes later.
-_PORTABLE = 1
 _MEMLOCK_HINT = (
     "set staging_bytes or io_depth lower, or raise the memory limit of the container and the locked-memory "
     "limit (ulimit -l)"
@@ -74,12 +72,12 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> memoryview:
         """One registration of ``nbytes``. Raises KvCacheError beyond the memory or the locks to be had."""
         memory = host_memory(nbytes)
-        code = int(torch.cuda.cudart().cudaHostRegister(address_of(memory), nbytes, _PORTABLE))
-        if code:
+        try:
+            self._driver.pin(address_of(memory), nbytes)
+        except DriverError as error:
             raise KvCacheError(
-                f"the {nbytes >> 20} MiB of staging memory cannot be pinned (CUDA error {code}): "
-                f"{_MEMLOCK_HINT}"
-            )
+                f"the {nbytes >> 20} MiB of staging memory cannot be pinned: {error}; {_MEMLOCK_HINT}"
+            ) from error
         self._memory = memory
         return memory
 
@@ -147,11 +145,14 @@ class CudaDevice:
             return
         for stream in (self._loads, *self._stores.values()):
             stream.synchronize()
-        code = int(torch.cuda.cudart().cudaHostUnregister(address_of(memory)))
-        if code:
+        try:
+            # Another thread may close than the one that built this.
+            self._driver.enter(self._context)
+            self._driver.unpin(address_of(memory))
+        except DriverError as error:
             # The driver still has the pages: memory that is given back now could become somebody else's.
             _still_pinned.append(memory)
-            log.warning("py-kvcache: staging memory could not be unpinned (CUDA error %d)", code)
+            log.warning("py-kvcache: staging memory could not be unpinned: %s", error)
 
 
 _still_pinned: list[memoryview] = []

@@ -1,4 +1,4 @@
-"""Four functions of the CUDA driver, by ctypes: no compiler is needed.
+"""A few functions of the CUDA driver, by ctypes: no compiler is needed.
 
 Signatures are those of CUDA 12.8, which cuGetProcAddress gives on every later driver too.
 """
@@ -14,6 +14,7 @@ _LIBRARY = "libcuda.so.1"
 # A call takes about 1 us an entry. To release the GIL for it can cost 5 ms, if a thread of vLLM's takes it;
 # so only batches that would keep vLLM waiting do.
 _RELEASE_FROM = 100
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 
 
 class DriverError(RuntimeError):
@@ -71,6 +72,20 @@ class Driver:
     def enter(self, context: int) -> None:
         """Make it the calling thread's."""
         self._check(self._lib.cuCtxSetCurrent(ctypes.c_void_p(context)), "cuCtxSetCurrent")
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock memory for the GPU, for every context of the process.
+
+        By the driver, not the runtime: that keeps an error until torch's next call, which then fails with it.
+        """
+        code = self._lib.cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
+        )
+        self._check(code, "cuMemHostRegister")
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``; waits for copies."""
+        self._check(self._lib.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister")
 
     def copy_batch(self, targets: Any, sources: Any, lengths: Any, order: Access, stream: int) -> None:
         """Queue one copy per entry on a stream (not the default one).
