@@ -816,3 +816,17 @@ def test_whatever_is_not_plainly_a_yes_opts_out(no: Any):
     assert wanted({"py_kvcache": {"load": True}}, "load")
     assert wanted({"py_kvcache": {}}, "load")
     assert wanted(None, "load")
+
+
+def test_how_long_vllm_takes_to_ask_again_is_no_wait_for_the_file_system():
+    engine = Engine()
+    request = engine.admit("a", keys(4))
+    assert engine.ask(request) == [RETRY] * 4
+    engine.prober.reply(0)
+    engine.now += 100  # vLLM's steps were full with other requests
+    assert engine.ask(request) == [MISS]
+    engine.now += ABSENT_FOR_S
+    assert engine.ask(request) == [MISS], "the old no stands while it is asked again"
+    engine.prober.reply(4)
+    engine.now += 100
+    assert engine.ask(request)[0] is HIT, "a later yes still counts: the request never gave up"
