@@ -16,7 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check_signatures
 
 # Where the names of its tables are defined, or imported from.
-PARTS = ("distributed/kv_transfer", "v1", "config", "lora", "envs.py")
+PARTS = (
+    "distributed/kv_transfer", "v1", "config", "lora", "envs.py",
+    "__init__.py", "_custom_ops.py", "engine", "sampling_params.py",  # the benchmarks
+)  # fmt: skip
 
 Build = Callable[..., str]
 
