@@ -101,4 +101,4 @@ requirements: $(VENV)/.uv  ## compile requirements/*.in again (UPGRADE=--upgrade
 	! grep -nE 'https?://|--(extra-)?index-url|--find-links' requirements/*.txt
 
 clean:  ## remove environments and caches of this folder
-	rm -rf .venv .venv-* $(MATRIX_WHEELS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build connector/*.egg-info
+	rm -rf .venv .venv-* .demo $(MATRIX_WHEELS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build connector/*.egg-info
