@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from py_kvcache.bench.procio import process_stats
+
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
 _GONE_S = 30.0
@@ -140,18 +142,11 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 def group_members(group: int) -> list[int]:
     """Ids of the processes in a process group that are not dead yet."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # ended meanwhile
-            continue
-        state, _, its_group = stat.rpartition(")")[2].split()[:3]
-        if int(its_group) == group and state not in "ZX":
-            found.append(int(entry))
-    return found
+    return [
+        pid
+        for pid, (state, _parent, its_group, *_) in process_stats()
+        if int(its_group) == group and state not in "ZX"
+    ]
 
 
 def causes(log: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 _NAMES = ("rchar", "wchar", "read_bytes", "write_bytes")
@@ -14,9 +14,8 @@ _LOOK_EVERY_S = 0.25
 _NOISE_BYTES = 1 << 20
 
 
-def process_tree(root: int) -> list[int]:
-    """Ids of a process and of all that it started, now."""
-    children: dict[int, list[int]] = {}
+def process_stats() -> Iterator[tuple[int, list[str]]]:
+    """Every process now: its id, and the fields of its stat behind the name (state, parent, group, ...)."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -25,7 +24,14 @@ def process_tree(root: int) -> list[int]:
         except OSError:  # ended meanwhile
             continue
         # The command's name, in parentheses, may contain anything.
-        children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+        yield int(entry), stat.rpartition(")")[2].split()
+
+
+def process_tree(root: int) -> list[int]:
+    """Ids of a process and of all that it started, now."""
+    children: dict[int, list[int]] = {}
+    for pid, (_state, parent, *_) in process_stats():
+        children.setdefault(int(parent), []).append(pid)
     found, queue = [], [root]
     while queue:
         found.append(queue.pop())
