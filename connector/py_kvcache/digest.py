@@ -6,14 +6,14 @@ at memory speed (9 GB/s a core), and blake3 covers the sums.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from blake3 import blake3
 
 from py_kvcache.layout import ALGO_BLAKE3, ALGO_SUMS, ALIGN
 
-_WORDS = ALIGN // 8
+WORDS = ALIGN // 8  # in a row
 
 
 class Digest(Protocol):
@@ -24,6 +24,28 @@ class Digest(Protocol):
 
     def digest(self) -> bytes:
         """32 bytes. Nothing may follow."""
+
+
+class BlockSums(NamedTuple):
+    """What SumsDigest adds up of one payload, little-endian 64-bit words each.
+
+    Args:
+        rows: one word a page.
+        columns: 512 words.
+    """
+
+    rows: bytes
+    columns: bytes
+
+
+def sums_of(pages: Any) -> BlockSums:
+    """Of whole pages. The GIL is free while numpy adds.
+
+    Two calls for all of it, not some for each piece that fits a cache: between two calls the GIL has to be
+    taken, and while a thread of vLLM's is busy that takes 5 ms, longer than the sums.
+    """
+    rows = np.frombuffer(pages, "<u8").reshape(-1, WORDS)
+    return BlockSums(np.add.reduce(rows, axis=1).tobytes(), np.add.reduce(rows, axis=0).tobytes())
 
 
 class SumsDigest:
@@ -38,21 +60,19 @@ class SumsDigest:
 
     def __init__(self) -> None:
         self._hash = blake3()
-        self._columns = np.zeros(_WORDS, "<u8")
+        self._columns = np.zeros(WORDS, "<u8")
         self._rest = b""
 
     def update(self, data: Any) -> SumsDigest:
-        """See Digest. The GIL is free while numpy adds."""
+        """See Digest."""
         view = memoryview(data).cast("B")
         if self._rest or len(view) % ALIGN:
             view = memoryview(self._rest + bytes(view))
             whole = len(view) - len(view) % ALIGN
             self._rest, view = bytes(view[whole:]), view[:whole]
-        # Two calls for all of it, not some for each piece that fits a cache: between two calls the GIL has to
-        # be taken, and while a thread of vLLM's is busy that takes 5 ms, longer than the sums.
-        rows = np.frombuffer(view, "<u8").reshape(-1, _WORDS)
-        self._hash.update(np.add.reduce(rows, axis=1).tobytes())
-        self._columns += np.add.reduce(rows, axis=0)
+        sums = sums_of(view)
+        self._hash.update(sums.rows)
+        self._columns += np.frombuffer(sums.columns, "<u8")
         return self
 
     def digest(self) -> bytes:
@@ -65,6 +85,11 @@ def new_digest(algorithm: int) -> Digest | None:
     if algorithm == ALGO_SUMS:
         return SumsDigest()
     return blake3() if algorithm == ALGO_BLAKE3 else None
+
+
+def digest_of_sums(sums: BlockSums, header: bytes) -> bytes:
+    """As ``digest_of(ALGO_SUMS, ...)`` of a payload that somebody else has added up."""
+    return bytes(blake3(sums.rows).update(sums.columns).update(header).digest())
 
 
 def digest_of(algorithm: int, payload: Any, header: bytes) -> bytes:

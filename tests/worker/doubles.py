@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from worker_world import FILE, HOLD, LOSE, PAYLOAD, Ask, Clock, FaultyRing, World, file_of, key_of, payload_of
 
+from py_kvcache.digest import BlockSums, sums_of
 from py_kvcache.errors import BlockError, Fault, fault_of
+from py_kvcache.layout import padded
 from py_kvcache.worker.checksum import ChecksumResult, seal_block, verify_block
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
 from py_kvcache.worker.parts import ReactorSettings, Timeline
@@ -22,6 +24,7 @@ __all__ = ["FILE", "HOLD", "LOSE", "PAYLOAD", "Rig", "file_of", "key_of", "paylo
 class FakeEvent:
     def __init__(self) -> None:
         self.finished, self.error = False, ""
+        self.added_up: list[BlockSums] = []
 
     def done(self) -> bool:
         if self.error:
@@ -30,16 +33,23 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """Device memory is a dictionary: pages (any name) to payload."""
+    """Device memory is a dictionary: pages (any name) to payload.
+
+    ``adds``: it gives the sums of what it copied. ``on_the_way`` damages what passes between slot and memory.
+    """
 
     poll_s = None
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, *, adds: bool = False) -> None:
+        self.world, self.adds = world, adds
+        self.on_the_way: Callable[[bytes], bytes] = bytes
         self.memory: dict[object, bytes] = {}
         self.loads: list[list[object]] = []  # pages of each launch
         self.refuse: dict[str, Exception] = {}
         self.reported: set[int] = set()
+
+    def adds_up(self, pages) -> bool:
+        return self.adds
 
     def load(self, copies):
         self.loads.append([copy.pages for copy in copies])
@@ -65,9 +75,13 @@ class FakeDevice:
             return
         for copy in ask.extra:
             if ask.op == "copy_in":
-                self.memory[copy.pages] = bytes(copy.buffer[:PAYLOAD])
+                self.memory[copy.pages] = self.on_the_way(bytes(copy.buffer[:PAYLOAD]))
+                there = self.memory[copy.pages]
             else:
-                copy.buffer[:PAYLOAD] = self.memory.get(copy.pages, payload_of(copy.pages))
+                there = self.memory.get(copy.pages, payload_of(copy.pages))
+                copy.buffer[:PAYLOAD] = self.on_the_way(there)
+            if self.adds:
+                event.added_up.append(sums_of(there.ljust(padded(PAYLOAD), b"\0")))
         event.finished = True
 
     def _check(self, op: str, copies) -> None:
@@ -86,6 +100,9 @@ class _Settling:
         self._world.settle(self._op)
         return self._event.done()
 
+    def sums(self, number: int) -> BlockSums | None:
+        return self._event.added_up[number] if self._event.added_up else None
+
 
 class FakeSealer:
     """The real sums, done when the rules let them."""
@@ -94,21 +111,21 @@ class FakeSealer:
         self.world = world
         self._results: list[ChecksumResult] = []
 
-    def seal(self, token: int, buffer: memoryview, key: bytes, index: int, payload_bytes: int) -> None:
+    def seal(self, token, buffer, key, index, payload_bytes, sums=None) -> None:
         ask = Ask("seal", token, buffer=buffer)
 
         def finish(fate: object) -> None:
-            seal_block(buffer, key, index, payload_bytes, enabled=True)
+            seal_block(buffer, key, index, payload_bytes, enabled=True, sums=sums)
             self._results.append(ChecksumResult(token, fate if isinstance(fate, Fault) else None, "by rule"))
 
         ask.finish = finish
         self.world.ask(ask)
 
-    def verify(self, token: int, buffer: memoryview, key: bytes, payload_bytes: int) -> None:
+    def verify(self, token, buffer, key, payload_bytes, *, payload=True) -> None:
         ask = Ask("verify", token, buffer=buffer)
 
         def finish(fate: object) -> None:
-            fault, detail = verify_block(buffer, key, payload_bytes, enabled=True)
+            fault, detail = verify_block(buffer, key, payload_bytes, enabled=payload)
             self._results.append(ChecksumResult(token, fate if isinstance(fate, Fault) else fault, detail))
 
         ask.finish = finish
@@ -190,7 +207,7 @@ class Rig:
 
     def __init__(
         self, *, slots: int = 6, reserve: int = 2, io_depth: int = 4, lookahead: int = 4, direct: bool = True,
-        trace: Timeline | None = None, **more,
+        trace: Timeline | None = None, adds: bool = False, **more,
     ) -> None:  # fmt: skip
         self.clock, self.world = Clock(), World()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -198,7 +215,7 @@ class Rig:
         self.world.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.ring = FaultyRing(self.world, self.wake_fd)
         self.staging = StagingPool(memoryview(self.memory), FILE, reserve_for_loads=reserve)
-        self.device, self.sealer = FakeDevice(self.world), FakeSealer(self.world)
+        self.device, self.sealer = FakeDevice(self.world, adds=adds), FakeSealer(self.world)
         self.publisher = FakePublisher(self.world, direct=direct)
         self.settings = ReactorSettings(
             PAYLOAD, FILE, io_depth=io_depth, open_lookahead=lookahead, direct=direct, **more

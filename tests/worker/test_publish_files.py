@@ -174,7 +174,8 @@ def test_folders_removed_under_a_writer_are_made_again(volume):
     stop = threading.Event()
 
     def collect():
-        while not stop.is_set():
+        # Without a pause it can take a folder away before each of sixteen attempts, on a busy machine.
+        while not stop.wait(0.0005):
             for folder, _, _ in os.walk(volume, topdown=False):
                 if folder != str(volume):
                     try:

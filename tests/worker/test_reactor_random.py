@@ -10,7 +10,7 @@ import errno
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from worker_doubles import HOLD, PAYLOAD, Rig, file_of, payload_of
 
 from py_kvcache.errors import Fault
@@ -39,6 +39,10 @@ class ReactorMachine(RuleBasedStateMachine):
         self.hold_all()
         self.next_job = 0
         self.flushes: list[tuple[object, set[int]]] = []
+
+    @initialize(adds=st.booleans())
+    def device(self, adds: bool) -> None:
+        self.rig.device.adds = adds
 
     def hold_all(self) -> None:
         for op in FATES:

@@ -53,6 +53,12 @@ class Memory:
     def done(self) -> bool:
         return True
 
+    def adds_up(self, pages) -> bool:
+        return False
+
+    def sums(self, number: int) -> None:
+        return None
+
 
 @pytest.fixture(scope="module")
 def has_io_uring(tmp_path_factory):

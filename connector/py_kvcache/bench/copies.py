@@ -64,6 +64,8 @@ class Rig:
         self.map = PageMap(regions_of(kv, 0), shape.pages_per_block)
         self.device = CudaDevice(self.map, device)
         self.memory = self.device.allocate(shape.slots * shape.block_bytes)
+        self.adding = CudaDevice(self.map, device, checksum=True)
+        self.adding_memory = self.adding.allocate(shape.slots * shape.block_bytes)
         self.flat = torch.zeros(shape.block_bytes, dtype=torch.int8, device=device)
         self.stream = torch.cuda.Stream()
         self._kv, self._number = kv, 0
@@ -88,6 +90,20 @@ class Rig:
             self._number += 1
             copy = SlotCopy(self.slot(self._number), self.pages(self._number), None)
             return (self.device.load if to_device else self.device.store)([copy])
+
+        return launch
+
+    def checked(self, *, to_device: bool) -> Callable[[], Any] | None:
+        """What the worker does with checksums on: the GPU adds each block up. None where it cannot."""
+        if not self.adding.adds_up(self.pages(0)):
+            return None
+
+        def launch() -> Any:
+            self._number += 1
+            start = self._number % self.shape.slots * self.shape.block_bytes
+            slot = self.adding_memory[start : start + self.shape.block_bytes]
+            copy = SlotCopy(slot, self.pages(self._number), None)
+            return (self.adding.load if to_device else self.adding.store)([copy])
 
         return launch
 
@@ -195,7 +211,10 @@ def measure(rig: Rig, prefill: Prefill, rounds: int, seconds: float) -> dict[str
     """All ways in turns; medians over the rounds."""
     size = rig.shape.block_bytes
     ways: dict[str, Callable[[], Any]] = {}
-    for name, make in (("contiguous", rig.contiguous), ("ours", rig.ours), ("vllm_swap", rig.vllms)):
+    makers = {
+        "contiguous": rig.contiguous, "ours": rig.ours, "ours_checked": rig.checked, "vllm_swap": rig.vllms
+    }  # fmt: skip
+    for name, make in makers.items():
         for to_device in (True, False):
             launch = make(to_device=to_device)
             if launch is not None:
@@ -242,6 +261,7 @@ def main(arguments: list[str]) -> int:
         **measure(rig, Prefill(), given.rounds, given.seconds),
     }
     rig.device.close()
+    rig.adding.close()
     print(json.dumps(report, indent=1))
     return 0
 

@@ -56,11 +56,18 @@ class _Done:
     def done(self) -> bool:
         return True
 
+    def sums(self, number: int) -> None:
+        return None
+
 
 class NullDevice:
     """Copies nothing; every event has happened."""
 
     poll_s = 0.0  # ask again at once
+
+    def adds_up(self, pages: object) -> bool:
+        """See parts.Copier."""
+        return False
 
     def load(self, copies: Sequence[SlotCopy]) -> _Done:
         """See parts.Copier."""

@@ -115,7 +115,7 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
             "py-kvcache: slower I/O (%s) is used: %s; `py-kvcache doctor %s` tells more", mode, why, root
         )
     trace = open_trace(rank)
-    device = make_device(kv_caches, page_map, waker.wake)
+    device = make_device(kv_caches, page_map, waker.wake, checksum=config.checksum)
     staging = StagingPool(device.allocate(plan.nbytes), slot_bytes, reserve_for_loads=plan.reserve_for_loads)
     publisher = Publisher(FileOps(), _publish_settings(config, direct), waker.wake)
     checksum = Checksummer(config.checksum_threads, waker.wake, enabled=config.checksum)

@@ -1,6 +1,7 @@
 """Seals and checks whole blocks in a few helper threads: 28 MiB take 3 ms, too long for the reactor.
 
-The GIL is free meanwhile. The digest covers the padded payload and the footer's fields.
+The GIL is free meanwhile. The digest covers the padded payload and the footer's fields. Where the device has
+added up the payload while copying it (gpusums.py), what is left takes microseconds and needs no thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from py_kvcache.digest import digest_of
+from py_kvcache.digest import BlockSums, digest_of, digest_of_sums
 from py_kvcache.errors import Fault
 from py_kvcache.layout import (
     ALGO_NONE,
@@ -37,6 +38,10 @@ log = logging.getLogger(f"vllm.{__name__}")
 
 Verdict = tuple[Fault | None, str]
 
+_MISMATCH: Verdict = (Fault.CHECKSUM, "payload does not match its digest")
+_NO_DIGEST: Verdict = (Fault.FOREIGN, "the block has no digest, and checksums are on")
+_OTHER_DIGEST: Verdict = (Fault.FOREIGN, "the block's digest is not one of sums, as this namespace's are")
+
 
 @dataclass(frozen=True)
 class ChecksumResult:
@@ -59,17 +64,28 @@ def read_footer(raw: bytes | memoryview, key: bytes, payload_bytes: int) -> tupl
     return footer, (None, "")
 
 
-def seal_block(buffer: memoryview, key: bytes, index: int, payload_bytes: int, *, enabled: bool) -> None:
+def seal_block(
+    buffer: memoryview,
+    key: bytes,
+    index: int,
+    payload_bytes: int,
+    *,
+    enabled: bool,
+    sums: BlockSums | None = None,
+) -> None:
     """Zero the padding behind the payload and write the footer, in place.
 
-    ``buffer`` is 1-D uint8 of at least ``file_bytes(payload_bytes)``.
+    ``buffer`` is 1-D uint8 of at least ``file_bytes(payload_bytes)``. ``sums`` are of the padded payload, if
+    somebody has added it up already.
     """
     end = padded(payload_bytes)
     # A slot is used again and again: without this, bytes of an earlier block would go to disk.
     buffer[payload_bytes:end] = bytes(end - payload_bytes)
     footer = make_footer(key, index, payload_bytes, ALGO_SUMS if enabled else ALGO_NONE)
     if enabled:
-        footer = replace(footer, digest=digest_of(ALGO_SUMS, buffer[:end], digest_header(footer)))
+        header = digest_header(footer)
+        digest = digest_of(ALGO_SUMS, buffer[:end], header) if sums is None else digest_of_sums(sums, header)
+        footer = replace(footer, digest=digest)
     buffer[end : end + FOOTER_BYTES] = pack_footer(footer)
 
 
@@ -84,10 +100,20 @@ def verify_block(buffer: memoryview, key: bytes, payload_bytes: int, *, enabled:
     if footer is None or not enabled:
         return verdict
     if footer.algorithm == ALGO_NONE:
-        return Fault.FOREIGN, "the block has no digest, and checksums are on"
-    if digest_of(footer.algorithm, buffer[:end], digest_header(footer)) != footer.digest:
-        return Fault.CHECKSUM, "payload does not match its digest"
-    return None, ""
+        return _NO_DIGEST
+    good = digest_of(footer.algorithm, buffer[:end], digest_header(footer)) == footer.digest
+    return (None, "") if good else _MISMATCH
+
+
+def verify_sums(buffer: memoryview, key: bytes, payload_bytes: int, sums: BlockSums) -> Verdict:
+    """As ``verify_block``, by the sums of the payload: of what arrived on the device, not of the buffer."""
+    end = padded(payload_bytes)
+    footer, verdict = read_footer(buffer[end : end + FOOTER_BYTES], key, payload_bytes)
+    if footer is None:
+        return verdict
+    if footer.algorithm != ALGO_SUMS:
+        return _NO_DIGEST if footer.algorithm == ALGO_NONE else _OTHER_DIGEST
+    return (None, "") if digest_of_sums(sums, digest_header(footer)) == footer.digest else _MISMATCH
 
 
 class Checksummer:
@@ -111,22 +137,36 @@ class Checksummer:
         for thread in self._threads:
             thread.start()
 
-    def seal(self, token: int, buffer: memoryview, key: bytes, index: int, payload_bytes: int) -> None:
+    def seal(
+        self,
+        token: int,
+        buffer: memoryview,
+        key: bytes,
+        index: int,
+        payload_bytes: int,
+        sums: BlockSums | None = None,
+    ) -> None:
         """Write padding and footer into the buffer, which nobody else touches until the result."""
 
         def work() -> ChecksumResult:
-            seal_block(buffer, key, index, payload_bytes, enabled=self.enabled)
+            seal_block(buffer, key, index, payload_bytes, enabled=self.enabled, sums=sums)
             return ChecksumResult(token)
 
-        self._submit(token, buffer, payload_bytes, work)
+        self._submit(token, buffer, payload_bytes, work, at_once=sums is not None)
 
-    def verify(self, token: int, buffer: memoryview, key: bytes, payload_bytes: int) -> None:
-        """Check a buffer of ``file_bytes(payload_bytes)`` bytes that was read completely."""
+    def verify(
+        self, token: int, buffer: memoryview, key: bytes, payload_bytes: int, *, payload: bool = True
+    ) -> None:
+        """Check a buffer of ``file_bytes(payload_bytes)`` bytes that was read completely.
+
+        ``payload`` False: only that the footer is this block's; ``verify_sums`` is to follow.
+        """
 
         def work() -> ChecksumResult:
-            return ChecksumResult(token, *verify_block(buffer, key, payload_bytes, enabled=self.enabled))
+            enabled = self.enabled and payload
+            return ChecksumResult(token, *verify_block(buffer, key, payload_bytes, enabled=enabled))
 
-        self._submit(token, buffer, payload_bytes, work)
+        self._submit(token, buffer, payload_bytes, work, at_once=not payload)
 
     def results(self) -> list[ChecksumResult]:
         """Everything that is done since the last call."""
@@ -145,7 +185,13 @@ class Checksummer:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _submit(
-        self, token: int, buffer: memoryview, payload_bytes: int, work: Callable[[], ChecksumResult]
+        self,
+        token: int,
+        buffer: memoryview,
+        payload_bytes: int,
+        work: Callable[[], ChecksumResult],
+        *,
+        at_once: bool,
     ) -> None:
         if len(buffer) < file_bytes(payload_bytes):
             raise ValueError(f"a buffer of {len(buffer)} bytes is too short for a payload of {payload_bytes}")
@@ -158,7 +204,7 @@ class Checksummer:
                 log.exception("py-kvcache: checksum of one block failed")
                 return ChecksumResult(token, Fault.IO, repr(error))
 
-        if self.enabled:
+        if self.enabled and not at_once:
             self._work.put(guarded)
         else:
             self._results.append(guarded())

@@ -2,7 +2,7 @@
 
 The copy engines move scattered pages at the rate of the link and leave compute alone; kernels that read
 pinned memory slow it by half (measured: docs/performance.md). One call of cuMemcpyBatchAsync takes all pages
-of all slots of a pass.
+of all slots of a pass. Blocks are added up for their checksums on the way (gpusums.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 from py_kvcache.errors import KvCacheError
 from py_kvcache.worker.cudriver import Access, Driver, DriverError
 from py_kvcache.worker.hostmemory import address_of, host_memory
-from py_kvcache.worker.pages import Chunk, PageMap
+from py_kvcache.worker.pages import Chunk, Ints, PageMap
 
 if TYPE_CHECKING:
+    from py_kvcache.digest import BlockSums
+    from py_kvcache.worker.gpusums import GpuSums
     from py_kvcache.worker.parts import SlotCopy
 
 log = logging.getLogger("vllm.py_kvcache.worker")
@@ -32,16 +34,28 @@ _MEMLOCK_HINT = (
 
 
 class CopyEvent:
-    """The end of one batch on its stream; see parts.DeviceEvent."""
+    """The end of one batch on its stream; see parts.DeviceEvent.
 
-    __slots__ = ("_event", "_keep")
+    Args:
+        keep: the arrays of addresses, which the driver may read until then.
+        places: for each block of the batch, the place of its sums; None where they are not added up.
+    """
 
-    def __init__(self, event: torch.cuda.Event, keep: object) -> None:
-        self._event, self._keep = event, keep  # the arrays of addresses, which the driver may read until then
+    __slots__ = ("_adder", "_event", "_keep", "_places")
+
+    def __init__(
+        self, event: torch.cuda.Event, keep: object, places: Sequence[int | None], adder: GpuSums | None
+    ) -> None:
+        self._event, self._keep, self._places, self._adder = event, keep, places, adder
 
     def done(self) -> bool:
         """Never blocks; RuntimeError with CUDA's words if the copy, or anything before it, failed."""
         return bool(self._event.query())
+
+    def sums(self, number: int) -> BlockSums | None:
+        """See parts.DeviceEvent."""
+        place = self._places[number]
+        return None if place is None or self._adder is None else self._adder.take(place)
 
 
 class CudaDevice:
@@ -54,20 +68,26 @@ class CudaDevice:
     # Half of what a copy of 28 MiB takes. To be woken instead would need the interpreter twice for each copy.
     poll_s: float | None = 0.0005
 
-    def __init__(self, page_map: PageMap, device: torch.device, driver: Driver | None = None) -> None:
-        """Called in vLLM's thread, whose context the reactor thread then uses. Raises KvCacheError."""
-        self._map, self._device = page_map, device
+    def __init__(self, page_map: PageMap, device: torch.device, *, checksum: bool = False) -> None:
+        """Called in vLLM's thread, whose context the reactor thread then uses. Raises KvCacheError.
+
+        ``checksum``: add blocks up while they are copied, if this GPU and these pages allow it.
+        """
+        self._map, self._device, self._checksum = page_map, device, checksum
         try:
-            self._driver = Driver() if driver is None else driver
+            self._driver = Driver()
             with torch.cuda.device(device):
                 torch.cuda.current_stream().query()  # makes the context, if nothing has yet
                 self._context = self._driver.current_context()
         except DriverError as error:
             raise KvCacheError(f"copies to {device} cannot be set up: {error}") from error
-        self._loads = torch.cuda.Stream(device)
+        # Of high priority, for the sake of the sums: a kernel of vLLM's with many waves would keep them, and
+        # the slot with them, for milliseconds.
+        self._loads = torch.cuda.Stream(device, priority=-1)
         self._stores: dict[int, torch.cuda.Stream] = {}  # by the slot's address
         self._entered = threading.local()
         self._memory: memoryview | None = None
+        self._adder: GpuSums | None = None
 
     def allocate(self, nbytes: int) -> memoryview:
         """One registration of ``nbytes``. Raises KvCacheError beyond the memory or the locks to be had."""
@@ -79,6 +99,8 @@ class CudaDevice:
                 f"the {nbytes >> 20} MiB of staging memory cannot be pinned: {error}; {_MEMLOCK_HINT}"
             ) from error
         self._memory = memory
+        if self._checksum:
+            self._adder = _make_adder(self._map, nbytes // self._map.payload_bytes + 1, self._device)
         return memory
 
     def record(self) -> torch.cuda.Event:
@@ -86,6 +108,10 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def adds_up(self, pages: Chunk) -> bool:
+        """Only whole blocks: of others a part lies in pages that this copy leaves alone."""
+        return self._adder is not None and len(pages.block_ids) == self._map.blocks_per_chunk
 
     def load(self, copies: Sequence[SlotCopy]) -> CopyEvent:
         """Slots to device, one launch."""
@@ -96,7 +122,7 @@ class CudaDevice:
         first = address_of(copies[0].buffer)
         stream = self._stores.get(first)
         if stream is None:
-            stream = self._stores[first] = torch.cuda.Stream(self._device)
+            stream = self._stores[first] = torch.cuda.Stream(self._device, priority=-1)
         return self._launch(copies, stream, to_device=False)
 
     def _launch(self, copies: Sequence[SlotCopy], stream: torch.cuda.Stream, *, to_device: bool) -> CopyEvent:
@@ -104,19 +130,44 @@ class CudaDevice:
         for after in {id(copy.after): copy.after for copy in copies if copy.after is not None}.values():
             stream.wait_event(after)
         there, here, lengths = self._entries(copies)
-        ends = (there, here) if to_device else (here, there)
-        # A slot is complete before its load is launched and untouched until the end, so that the driver may
-        # read it in any order; device memory is only right behind the events just waited for.
-        access = Access.ANY if to_device else Access.STREAM
+        places = [self._place(copy) if self.adds_up(copy.pages) else None for copy in copies]
+        steps = _Steps(self._driver, stream)
         try:
-            self._driver.copy_batch(*ends, lengths, access, stream.cuda_stream)
-        except DriverError:
+            if to_device:
+                # A slot is complete before its load is launched and untouched until the end, so that the
+                # driver may read it in any order.
+                steps.copy(there, here, lengths, Access.ANY)
+                self._add_up(copies, places, steps)
+            else:
+                # Before the copy, so that a block that is damaged on its way is not sealed as it arrived.
+                # Device memory is only right behind the events just waited for.
+                self._add_up(copies, places, steps)
+                steps.copy(here, there, lengths, Access.STREAM)
+        except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
             stream.synchronize()
             raise
         event = torch.cuda.Event()
         event.record(stream)
-        return CopyEvent(event, (*ends, lengths))
+        return CopyEvent(event, steps.keep, places, self._adder)
+
+    def _add_up(self, copies: Sequence[SlotCopy], places: Sequence[int | None], steps: _Steps) -> None:
+        adder = self._adder
+        asked = [(p, copy.pages.block_ids) for p, copy in zip(places, copies, strict=True) if p is not None]
+        if adder is None or not asked:
+            return
+        slots = [place for place, _ in asked]
+        question = adder.asking(slots, [ids for _, ids in asked])
+        steps.copy(question.addresses, question.offsets, question.lengths, Access.ANY)
+        with torch.cuda.stream(steps.stream):
+            adder.launch(slots)
+        answer = adder.answer(slots)
+        steps.copy(answer.offsets, answer.addresses, answer.lengths, Access.STREAM)
+
+    def _place(self, copy: SlotCopy) -> int:
+        """A number that no other slot has: slots are no shorter than a payload."""
+        assert self._memory is not None
+        return (address_of(copy.buffer) - address_of(self._memory)) // self._map.payload_bytes
 
     def _entries(self, copies: Sequence[SlotCopy]) -> tuple[Any, Any, Any]:
         """Addresses on the device, addresses in staging memory, bytes: three arrays of 64-bit numbers."""
@@ -136,6 +187,7 @@ class CudaDevice:
         """The driver's calls go to the calling thread's context, and ours has none at first."""
         if not getattr(self._entered, "done", False):
             self._driver.enter(self._context)
+            torch.cuda.set_device(self._device)  # Triton launches on torch's device
             self._entered.done = True
 
     def close(self) -> None:
@@ -153,6 +205,32 @@ class CudaDevice:
             # The driver still has the pages: memory that is given back now could become somebody else's.
             _still_pinned.append(memory)
             log.warning("py-kvcache: staging memory could not be unpinned: %s", error)
+
+
+class _Steps:
+    """Copies of one batch on one stream, and the arrays that have to live until its end."""
+
+    def __init__(self, driver: Driver, stream: torch.cuda.Stream) -> None:
+        self.stream, self._driver = stream, driver
+        self.keep: list[tuple[Ints, Ints, Ints]] = []
+
+    def copy(self, targets: Ints, sources: Ints, lengths: Ints, access: Access) -> None:
+        self.keep.append((targets, sources, lengths))
+        self._driver.copy_batch(targets, sources, lengths, access, self.stream.cuda_stream)
+
+
+def _make_adder(page_map: PageMap, slots: int, device: torch.device) -> GpuSums | None:
+    try:
+        from py_kvcache.worker.gpusums import GpuSums
+
+        GpuSums.prove(device)
+        return GpuSums(page_map.regions, page_map.blocks_per_chunk, slots, device)
+    except Exception as error:  # noqa: BLE001 - Triton raises whatever its compiler does
+        log.warning(
+            "py-kvcache: %s cannot check blocks, CPU threads do so instead, at about 15 GB/s: %s",
+            device, error,
+        )  # fmt: skip
+        return None
 
 
 _still_pinned: list[memoryview] = []

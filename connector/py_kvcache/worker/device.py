@@ -17,32 +17,17 @@ import numpy as np
 from py_kvcache.errors import KvCacheError
 from py_kvcache.worker.hostmemory import address_of, host_memory
 from py_kvcache.worker.pages import Chunk, Copies, PageMap, Region
-from py_kvcache.worker.parts import SlotCopy
+from py_kvcache.worker.parts import Copier, DeviceEvent, SlotCopy
 
 
-class Event(Protocol):
-    """Completion of a batch of copies."""
-
-    def done(self) -> bool:
-        """True once all copies have ended. Raises RuntimeError if they failed."""
-
-
-class Device(Protocol):
-    """What the reactor needs of a device. load and store are called by the reactor thread only."""
-
-    poll_s: float | None  # how often to ask events; None: the device wakes the reactor itself
+class Device(Copier, Protocol):
+    """What a worker needs of a device. load and store are called by the reactor thread only."""
 
     def allocate(self, nbytes: int) -> memoryview:
         """Staging memory: one-dimensional uint8, aligned to 4,096 bytes, pinned where that matters."""
 
     def record(self) -> Any:
         """In vLLM's thread, at submission: an event behind all work launched so far, or None."""
-
-    def load(self, copies: Sequence[SlotCopy]) -> Event:
-        """Slots to device, as one batch."""
-
-    def store(self, copies: Sequence[SlotCopy]) -> Event:
-        """Device to slots, as one batch."""
 
     def close(self) -> None:
         """End copies and free the staging memory; may be called twice."""
@@ -72,6 +57,9 @@ class _Batch:
             raise RuntimeError(f"copy failed: {self._error}")
         return self._finished
 
+    def sums(self, number: int) -> None:
+        return None
+
 
 class CpuDevice:
     """KV cache in ordinary memory: one thread copies, so that the reactor never waits for memory.
@@ -96,13 +84,16 @@ class CpuDevice:
     def record(self) -> None:
         return None
 
-    def load(self, copies: Sequence[SlotCopy]) -> Event:
+    def adds_up(self, pages: Chunk) -> bool:
+        return False
+
+    def load(self, copies: Sequence[SlotCopy]) -> DeviceEvent:
         return self._launch(copies, to_device=True)
 
-    def store(self, copies: Sequence[SlotCopy]) -> Event:
+    def store(self, copies: Sequence[SlotCopy]) -> DeviceEvent:
         return self._launch(copies, to_device=False)
 
-    def _launch(self, copies: Sequence[SlotCopy], to_device: bool) -> Event:
+    def _launch(self, copies: Sequence[SlotCopy], to_device: bool) -> DeviceEvent:
         moves: list[tuple[int, int, int]] = []
         for buffer, pages, _after in copies:
             assert isinstance(pages, Chunk)
@@ -144,8 +135,10 @@ def regions_of(kv_caches: Any, group: int) -> list[Region]:
     return regions
 
 
-def make_device(kv_caches: Any, page_map: PageMap, on_copy_done: Callable[[], None]) -> Device:
-    """The device for the memory that the KV cache lives in."""
+def make_device(
+    kv_caches: Any, page_map: PageMap, on_copy_done: Callable[[], None], *, checksum: bool = True
+) -> Device:
+    """The device for the memory that the KV cache lives in; ``checksum``: whether sums are of use."""
     kinds = {tensor.tensor.device.type for tensor in kv_caches.tensors}
     if kinds == {"cpu"}:
         return CpuDevice(page_map, on_copy_done)
@@ -154,7 +147,7 @@ def make_device(kv_caches: Any, page_map: PageMap, on_copy_done: Callable[[], No
         # Imported here: it needs torch, which a CPU worker has no use for.
         from py_kvcache.worker.cuda import CudaDevice
 
-        return CudaDevice(page_map, devices.pop())
+        return CudaDevice(page_map, devices.pop(), checksum=checksum)
     names = ", ".join(sorted(map(str, devices)))
     raise KvCacheError(f"KV cache on {names} is not supported; it must be in CPU memory or on one NVIDIA GPU")
 

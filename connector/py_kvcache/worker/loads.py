@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from py_kvcache.errors import PROOF_OF_DAMAGE, BlockError, Fault, fault_of
 from py_kvcache.layout import ALIGN
 from py_kvcache.worker.budget import RateBudget
+from py_kvcache.worker.checksum import verify_sums
 from py_kvcache.worker.core import MAX_RETRIES, RAN_SHORT
 from py_kvcache.worker.jobs import Running, Transfer
 from py_kvcache.worker.parts import SlotCopy, is_pending
@@ -23,6 +24,7 @@ from py_kvcache.worker.staging import Use
 from py_kvcache.worker.transfer import Event, LoadState, StoreState
 
 if TYPE_CHECKING:
+    from py_kvcache.digest import BlockSums
     from py_kvcache.worker.core import Core
     from py_kvcache.worker.parts import Copier, DeviceEvent
 
@@ -210,7 +212,9 @@ class Loads:
             core.proved_buffered(t)
         core.move(t, Event.FILLED)  # closes the file
         assert t.slot is not None
-        core.checksum.verify(core.expect(t), t.slot.buffer, t.work.key, self._settings.payload_bytes)
+        buffer, size = t.slot.buffer, self._settings.payload_bytes
+        payload = not self._device.adds_up(t.work.pages)
+        core.checksum.verify(core.expect(t), buffer, t.work.key, size, payload=payload)
 
     def verified(self, t: Transfer, fault: Fault | None, detail: str) -> None:
         """The checksum helper's answer."""
@@ -256,21 +260,28 @@ class Loads:
                 broken: Exception | None = None
             except Exception as error:  # noqa: BLE001 - see _copy_ready
                 broken = error
-            for t in batch:
-                self._copied(t, broken)
+            for number, t in enumerate(batch):
+                self._copied(t, broken, None if broken else event.sums(number))
         self._copies = left
 
-    def _copied(self, t: Transfer, broken: Exception | None) -> None:
-        core = self._core
+    def _copied(self, t: Transfer, broken: Exception | None, sums: BlockSums | None) -> None:
+        core, size = self._core, self._settings.payload_bytes
         t.run.copying -= 1
-        core.counters.copies_in.end(core.now, t.since, 0 if broken else self._settings.payload_bytes)
+        core.counters.copies_in.end(core.now, t.since, 0 if broken else size)
         core.journal.block(core.now, t, "copy to device")
         if broken is not None:
             self._device_failed(t, broken)
             return
+        if sums is not None:
+            assert t.slot is not None
+            fault, detail = verify_sums(t.slot.buffer, t.work.key, size, sums)
+            if fault is not None:
+                # Nobody reads these pages: the job reports the block, and vLLM computes it.
+                self._fail(t, "verify", fault, 0, detail)
+                return
         core.move(t, Event.COPIED)
         core.counters.loaded_blocks += 1
-        core.counters.loaded_bytes += self._settings.payload_bytes
+        core.counters.loaded_bytes += size
         core.succeed(t)
 
     # ---- failure

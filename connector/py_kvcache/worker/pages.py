@@ -45,6 +45,7 @@ class PageMap:
     def __init__(self, regions: Sequence[Region], blocks_per_chunk: int) -> None:
         if not regions or blocks_per_chunk < 1:
             raise ValueError(f"{len(regions)} regions of {blocks_per_chunk} blocks hold nothing")
+        self.regions = tuple(regions)
         self.blocks_per_chunk = blocks_per_chunk
         pages = np.array([region.page for region in regions], np.int64)
         self._bases = np.array([region.base for region in regions], np.int64)[:, None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from py_kvcache.digest import BlockSums
     from py_kvcache.errors import BlockError
     from py_kvcache.worker.checksum import ChecksumResult
     from py_kvcache.worker.publish import PublishResult
@@ -26,6 +27,9 @@ class DeviceEvent(Protocol):
     def done(self) -> bool:
         """Never blocks; raises if the copies failed."""
 
+    def sums(self, number: int) -> BlockSums | None:
+        """Of that block of the batch, as the device has it, once done; None where it adds nothing up."""
+
 
 def is_pending(event: DeviceEvent) -> bool:
     """Whether copies go on; those that failed do not."""
@@ -42,6 +46,9 @@ class Copier(Protocol):
     def poll_s(self) -> float | None:
         """How often to ask events; None if the device wakes the reactor itself."""
 
+    def adds_up(self, pages: Any) -> bool:
+        """Whether a copy of these pages comes with the sums of their block."""
+
     def load(self, copies: Sequence[SlotCopy]) -> DeviceEvent:
         """Slots to device, one launch."""
 
@@ -52,11 +59,21 @@ class Copier(Protocol):
 class Sealer(Protocol):
     """checksum.Checksummer."""
 
-    def seal(self, token: int, buffer: memoryview, key: bytes, index: int, payload_bytes: int) -> None:
+    def seal(
+        self,
+        token: int,
+        buffer: memoryview,
+        key: bytes,
+        index: int,
+        payload_bytes: int,
+        sums: BlockSums | None = None,
+    ) -> None:
         """Write the footer into the slot."""
 
-    def verify(self, token: int, buffer: memoryview, key: bytes, payload_bytes: int) -> None:
-        """Check footer and digest of a slot."""
+    def verify(
+        self, token: int, buffer: memoryview, key: bytes, payload_bytes: int, *, payload: bool = True
+    ) -> None:
+        """Check the footer of a slot, and its digest unless the device adds the payload up."""
 
     def results(self) -> list[ChecksumResult]:
         """What is done since the last call."""

@@ -21,6 +21,7 @@ from py_kvcache.worker.staging import Use
 from py_kvcache.worker.transfer import Event, LoadState, StoreState
 
 if TYPE_CHECKING:
+    from py_kvcache.digest import BlockSums
     from py_kvcache.worker.core import Core
     from py_kvcache.worker.parts import Copier, DeviceEvent
     from py_kvcache.worker.publish import PublishResult
@@ -127,10 +128,10 @@ class Stores:
                 broken: Exception | None = None
             except Exception as error:  # noqa: BLE001 - see _copy
                 broken = error
-            self._copied(t, broken)
+            self._copied(t, broken, None if broken else event.sums(0))
         self._copies = left
 
-    def _copied(self, t: Transfer, broken: Exception | None) -> None:
+    def _copied(self, t: Transfer, broken: Exception | None, sums: BlockSums | None = None) -> None:
         core, slot = self._core, t.slot
         assert slot is not None
         t.run.copying -= 1
@@ -143,7 +144,7 @@ class Stores:
         else:
             core.move(t, Event.COPIED)
             work, size = t.work, self._settings.payload_bytes
-            core.checksum.seal(core.expect(t), slot.buffer, work.key, work.index, size)
+            core.checksum.seal(core.expect(t), slot.buffer, work.key, work.index, size, sums)
 
     # ---- file
 

@@ -1,0 +1,62 @@
+"""The kernel that adds blocks up, run by Triton's interpreter; on a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+
+# In a process of its own: Triton decides when it is imported whether it interprets.
+SCRIPT = """
+import numpy as np, torch
+from py_kvcache.digest import sums_of
+from py_kvcache.worker.gpusums import GpuSums
+from py_kvcache.worker.pages import PageMap, Region
+
+cpu = torch.device("cpu")
+GpuSums.prove(cpu)
+random = np.random.default_rng(3)
+for pages, gap, per_chunk in (([4096], 0, 1), ([8192, 8192], 4096, 3), ([69632, 4096, 65536], 8, 2)):
+    tensors = [random.integers(-(1 << 63), 1 << 63, (9 * (page + gap)) // 8, np.int64) for page in pages]
+    regions = [Region(t.ctypes.data, page + gap, page) for t, page in zip(tensors, pages)]
+    adder = GpuSums(regions, per_chunk, 4, cpu)
+    ids = [random.permutation(9)[:per_chunk] for _ in range(3)]
+    slots = [3, 0, 1]
+    adder._sums.fill_(77)
+    copies = adder.asking(slots, ids)
+    import ctypes
+    for to, source, length in zip(*(c.tolist() for c in (copies.addresses, copies.offsets, copies.lengths))):
+        ctypes.memmove(to, source, length)
+    adder.launch(slots)
+    copies = adder.answer(slots)
+    for source, to, length in zip(*(c.tolist() for c in (copies.addresses, copies.offsets, copies.lengths))):
+        ctypes.memmove(to, source, length)
+    for slot, blocks in zip(slots, ids):
+        payload = b"".join(
+            t.tobytes()[b * (page + gap) : b * (page + gap) + page]
+            for t, page in zip(tensors, pages)
+            for b in blocks
+        )
+        assert adder.take(slot) == sums_of(payload), (pages, slot)
+for bad in (Region(4096, 4100, 4100), Region(4, 4096, 4096), Region(0, 4100, 4096)):
+    try:
+        GpuSums([bad], 1, 1, cpu)
+    except ValueError as error:
+        assert "4096" in str(error)
+    else:
+        raise AssertionError(bad)
+print("equal")
+"""
+
+
+def test_the_kernel_adds_up_what_the_cpu_does_for_pages_of_any_size_and_stride():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "connector")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "equal\n", done.stderr[-2000:]
