@@ -60,3 +60,31 @@ def test_the_kernel_adds_up_what_the_cpu_does_for_pages_of_any_size_and_stride()
         [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from py_kvcache.worker.gpusums import _add_up
+
+pointers, numbers = ("asked", "regions", "sums"), ("per_chunk", "words_of_one", "rows_of_one")
+signature = {**dict.fromkeys(pointers, "*i64"), **dict.fromkeys(numbers, "i32"), "some": "constexpr", "words": "constexpr"}
+source = ASTSource(fn=_add_up, signature=signature, constexprs={"some": 16, "words": 512})
+for capability in (80, 90, 100):
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    print(capability, made.asm["ptx"].count("atom.") > 0, len(made.asm["cubin"]) > 0)
+"""
+
+
+def test_the_kernel_compiles_for_gpus_though_there_is_none(tmp_path):
+    env = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2] / "connector"),
+    }
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == [f"{n} True True" for n in (80, 90, 100)], done.stderr[-2000:]

@@ -8,7 +8,6 @@ also proves more: a store is summed before it goes over the link, a load after i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +26,9 @@ _ROWS = 16  # summed by one program: 64 KiB, enough loads in flight to be limite
     do_not_specialize=["per_chunk", "words_of_one", "rows_of_one"],
     do_not_specialize_on_alignment=["asked", "regions", "sums"],
 )
-def _add_up(
-    asked: Any, regions: Any, sums: Any, per_chunk: Any, words_of_one: Any, rows_of_one: Any,
-    some: tl.constexpr, words: tl.constexpr,
-) -> None:  # fmt: skip
+def _add_up(  # type: ignore[no-untyped-def]
+    asked, regions, sums, per_chunk, words_of_one, rows_of_one, some: tl.constexpr, words: tl.constexpr
+):
     """One program: ``some`` rows of one page of one block. Grid: pages of a block, parts of a page, blocks.
 
     ``asked`` has a line for each block: place of its sums, then its engine blocks. ``regions`` has one for
