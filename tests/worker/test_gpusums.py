@@ -69,8 +69,11 @@ from triton.compiler import ASTSource
 from py_kvcache.worker.gpusums import _add_up
 
 pointers, numbers = ("asked", "regions", "sums"), ("per_chunk", "words_of_one", "rows_of_one")
-signature = {**dict.fromkeys(pointers, "*i64"), **dict.fromkeys(numbers, "i32"), "some": "constexpr", "words": "constexpr"}
-source = ASTSource(fn=_add_up, signature=signature, constexprs={"some": 16, "words": 512})
+constants = {"some": 16, "words": 512}
+signature = {
+    **dict.fromkeys(pointers, "*i64"), **dict.fromkeys(numbers, "i32"), **dict.fromkeys(constants, "constexpr")
+}
+source = ASTSource(fn=_add_up, signature=signature, constexprs=constants)
 for capability in (80, 90, 100):
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     print(capability, made.asm["ptx"].count("atom.") > 0, len(made.asm["cubin"]) > 0)
