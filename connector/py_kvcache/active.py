@@ -151,7 +151,10 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         held, self._held = self._held, set()
         # Its store jobs are complete now: the last ones were made a line above.
         jobs = vllm_api.store_jobs_of(self.connector_scheduler, held) if held else {}
-        meta.step_note = StepNote(vllm_api.is_idle(scheduler_output), jobs)
+        idle = vllm_api.is_idle(scheduler_output)
+        if idle:
+            self.manager.wait_if_asking()
+        meta.step_note = StepNote(idle, jobs)
         return meta
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:

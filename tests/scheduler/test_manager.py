@@ -43,6 +43,10 @@ class HandProber:
         self.jobs: list[Any] = []
         self.ready: list[ChainAnswer] = []
         self.ended = False
+        self.waits = 0
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits += 1
 
     def ask(self, question: Any) -> None:
         self.questions.append(question)
@@ -791,6 +795,24 @@ def test_a_hung_file_system_makes_one_request_wait_and_the_others_miss_at_once_u
     assert len(engine.prober.questions) == 1, "nothing more is asked of a file system that owes an answer"
     engine.prober.reply(2)
     assert engine.ask(engine.admit("third", keys(2))) == [HIT, HIT]
+
+
+def test_an_idle_step_waits_for_the_file_system_only_while_it_owes_an_answer_in_time():
+    engine = Engine()
+    engine.manager.wait_if_asking()
+    assert engine.prober.waits == 0
+    request = engine.admit("a", keys(2))
+    engine.ask(request)
+    engine.manager.wait_if_asking()
+    assert engine.prober.waits == 1
+    engine.now += 1  # longer than a look-up may take
+    engine.ask(request)
+    engine.manager.wait_if_asking()
+    assert engine.prober.waits == 1
+    engine.prober.reply(2)
+    engine.ask(engine.admit("b", keys(2)))
+    engine.manager.wait_if_asking()
+    assert engine.prober.waits == 1
 
 
 def test_while_one_look_up_hangs_another_is_tried_now_and_then_and_its_answer_opens_all_again():

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,25 @@ def test_threads_end_after_shutdown_and_asking_never_blocks(tmp_path: Path):
         assert not thread.is_alive()
     prober.ask(question(tmp_path))
     assert prober.answers() == []
+
+
+def test_a_wait_ends_with_the_answer_and_not_before_or_after_its_time(tmp_path: Path):
+    let_go = threading.Event()
+
+    def lstat(path: str) -> os.stat_result:
+        assert let_go.wait(10)
+        return os.lstat(path)
+
+    prober = Prober(threads=1, lstat=lstat)
+    prober.ask(question(tmp_path))
+    prober.wait(0.01)
+    assert prober.answers() == []
+    threading.Timer(0.05, let_go.set).start()
+    prober.wait(30)
+    assert prober.answers() == [ChainAnswer(7, 0, 0)]
+    prober.ask(question(tmp_path))
+    while prober._answers.empty():
+        time.sleep(0.001)
+    prober.wait(30)  # what is there already is not waited for
+    assert prober.answers() == [ChainAnswer(7, 0, 0)]
+    prober.shutdown()

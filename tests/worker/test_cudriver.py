@@ -24,6 +24,7 @@ class Library:
         self.copies: list[tuple[Any, ...]] = []
         self.entered: list[int] = []
         self.pinned: list[Any] = []
+        self.waits: list[Any] = []
         self._callback = _BATCH(self._copy)
 
     def _copy(
@@ -50,6 +51,10 @@ class Library:
     def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
         self.entered.append(context.value)
         return 0
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: Any) -> int:  # noqa: N802
+        self.waits.append((stream.value, event.value, flags.value))
+        return self.code
 
     def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: Any) -> int:  # noqa: N802
         self.pinned.append((address.value, nbytes.value, flags.value))
@@ -124,3 +129,11 @@ def test_what_is_missing_is_said_with_what_is_needed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("py_kvcache.worker.cudriver._LIBRARY", "libcuda-of-nobody.so.1")
     with pytest.raises(DriverError, match=r"libcuda-of-nobody\.so\.1 cannot be loaded"):
         Driver()
+
+
+def test_a_stream_waits_for_an_event_and_an_error_is_said():
+    library = Library()
+    Driver(library).wait_event(0xABC, 1 << 47)
+    assert library.waits == [(0xABC, 1 << 47, 0)]
+    with pytest.raises(DriverError, match="cuStreamWaitEvent: invalid argument"):
+        Driver(Library(code=1)).wait_event(1, 2)

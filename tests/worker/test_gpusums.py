@@ -71,7 +71,8 @@ from py_kvcache.worker.gpusums import _add_up
 pointers, numbers = ("asked", "regions", "sums"), ("per_chunk", "words_of_one", "rows_of_one")
 constants = {"some": 16, "words": 512}
 signature = {
-    **dict.fromkeys(pointers, "*i64"), **dict.fromkeys(numbers, "i32"), **dict.fromkeys(constants, "constexpr")
+    **dict.fromkeys(pointers, "*i64"), **dict.fromkeys(numbers, "i32"),
+    **dict.fromkeys(constants, "constexpr"),
 }
 source = ASTSource(fn=_add_up, signature=signature, constexprs=constants)
 for capability in (80, 90, 100):

@@ -15,7 +15,6 @@ import pytest
 from py_kvcache.errors import Fault
 from py_kvcache.layout import block_path, file_bytes, part_dir
 from py_kvcache.worker.checksum import Checksummer
-from py_kvcache.worker.core import set_file_flags
 from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.inbox import Inbox
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
@@ -23,6 +22,7 @@ from py_kvcache.worker.parts import ReactorSettings
 from py_kvcache.worker.probe import probe_direct, probe_ring
 from py_kvcache.worker.publication import FileSettings
 from py_kvcache.worker.publish import Publisher, PublishSettings
+from py_kvcache.worker.quickcalls import set_file_flags
 from py_kvcache.worker.reactor import Reactor
 from py_kvcache.worker.ring import UringRing
 from py_kvcache.worker.staging import StagingPool

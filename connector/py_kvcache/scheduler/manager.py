@@ -36,6 +36,9 @@ logger = logging.getLogger("vllm.py_kvcache.manager")
 
 # A negative answer holds so long for the same request, which may be asked every step while it waits.
 ABSENT_FOR_S = 1.0
+# A step without computation waits so long at most for an answer. vLLM would make hundreds of such steps, and
+# each system call of a probe's thread would have to win the interpreter back from them.
+IDLE_WAIT_S = 0.005
 # While the file system owes an answer, so often one request may ask and wait all the same.
 HUNG_RETRY_S = 5.0
 
@@ -213,6 +216,11 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             self._prober.ask(
                 ChainQuestion(state.ticket, self._config.root_path, state.space, self._parts, state.asked)
             )
+
+    def wait_if_asking(self) -> None:
+        """In a step that computes nothing: until the file system answers, or a moment."""
+        if self._asking and not self._hung:
+            self._prober.wait(IDLE_WAIT_S)
 
     def _take_answers(self) -> None:
         for answer in self._prober.answers():

@@ -98,6 +98,7 @@ class Prober:
         self._lstat = lstat
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[ChainAnswer] = queue.SimpleQueue()
+        self._news = threading.Event()
         self._threads = [
             threading.Thread(target=self._serve, name=f"py-kvcache-probe-{n}", daemon=True)
             for n in range(threads)
@@ -114,6 +115,7 @@ class Prober:
                 reply = answer(question, self._lstat)
             finally:
                 self._answers.put(reply)
+                self._news.set()
 
         self._tasks.put(task)
 
@@ -129,6 +131,12 @@ class Prober:
                 ready.append(self._answers.get_nowait())
             except queue.Empty:
                 return ready
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is an answer to take, or after the timeout. One thread at a time."""
+        self._news.clear()
+        if self._answers.empty():
+            self._news.wait(timeout_s)
 
     def shutdown(self) -> None:
         """Let the threads end once they get to it; a hung file system keeps them, as daemons."""

@@ -7,7 +7,6 @@ holds. So each slot is released and each descriptor closed exactly once, on what
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import threading
@@ -48,15 +47,6 @@ _OF_THE_VOLUME = frozenset({Fault.PAUSED, Fault.NO_SPACE})
 # Lost blocks that only the ring can bring back; what helpers do cannot be cancelled.
 _ON_RING = frozenset({LoadState.OPENING_LOST, LoadState.READING_LOST, StoreState.WRITING_LOST})
 _STATES = len(LoadState) + len(StoreState)
-
-
-def set_file_flags(fd: int, flags: int) -> None:
-    """F_SETFL on a seekable file. Neither call leaves the kernel's own memory, so neither can hang.
-
-    Raises OSError with ESPIPE for a FIFO, on which the read would wait for ever.
-    """
-    os.lseek(fd, 0, os.SEEK_CUR)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 class Core:

@@ -63,6 +63,7 @@ class CudaDevice:
 
     Loads share one stream, so that a pass is one launch; each slot has a store stream of its own, so that one
     block's store waits for no other's. Neither is the compute stream: copies run beside the model's kernels.
+    Loads are added up on a third one: a sum may have to wait for a kernel of the model's, the next copy not.
     """
 
     # Half of what a copy of 28 MiB takes. To be woken instead would need the interpreter twice for each copy.
@@ -84,6 +85,7 @@ class CudaDevice:
         # Of high priority, for the sake of the sums: a kernel of vLLM's with many waves would keep them, and
         # the slot with them, for milliseconds.
         self._loads = torch.cuda.Stream(device, priority=-1)
+        self._checks = torch.cuda.Stream(device, priority=-1)
         self._stores: dict[int, torch.cuda.Stream] = {}  # by the slot's address
         self._entered = threading.local()
         self._memory: memoryview | None = None
@@ -128,7 +130,7 @@ class CudaDevice:
     def _launch(self, copies: Sequence[SlotCopy], stream: torch.cuda.Stream, *, to_device: bool) -> CopyEvent:
         self._enter()
         for after in {id(copy.after): copy.after for copy in copies if copy.after is not None}.values():
-            stream.wait_event(after)
+            self._driver.wait_event(stream.cuda_stream, after.cuda_event)
         there, here, lengths = self._entries(copies)
         places = [self._place(copy) if self.adds_up(copy.pages) else None for copy in copies]
         steps = _Steps(self._driver, stream)
@@ -137,7 +139,9 @@ class CudaDevice:
                 # A slot is complete before its load is launched and untouched until the end, so that the
                 # driver may read it in any order.
                 steps.copy(there, here, lengths, Access.ANY)
-                self._add_up(copies, places, steps)
+                if any(place is not None for place in places):
+                    steps.go_on(self._checks)
+                    self._add_up(copies, places, steps)
             else:
                 # Before the copy, so that a block that is damaged on its way is not sealed as it arrived.
                 # Device memory is only right behind the events just waited for.
@@ -146,10 +150,9 @@ class CudaDevice:
         except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
             stream.synchronize()
+            self._checks.synchronize()
             raise
-        event = torch.cuda.Event()
-        event.record(stream)
-        return CopyEvent(event, steps.keep, places, self._adder)
+        return CopyEvent(steps.event(), steps.keep, places, self._adder)
 
     def _add_up(self, copies: Sequence[SlotCopy], places: Sequence[int | None], steps: _Steps) -> None:
         adder = self._adder
@@ -195,7 +198,7 @@ class CudaDevice:
         memory, self._memory = self._memory, None
         if memory is None:
             return
-        for stream in (self._loads, *self._stores.values()):
+        for stream in (self._loads, self._checks, *self._stores.values()):
             stream.synchronize()
         try:
             # Another thread may close than the one that built this.
@@ -208,7 +211,7 @@ class CudaDevice:
 
 
 class _Steps:
-    """Copies of one batch on one stream, and the arrays that have to live until its end."""
+    """The copies of one batch, one after the other, and the arrays that have to live until its end."""
 
     def __init__(self, driver: Driver, stream: torch.cuda.Stream) -> None:
         self.stream, self._driver = stream, driver
@@ -217,6 +220,16 @@ class _Steps:
     def copy(self, targets: Ints, sources: Ints, lengths: Ints, access: Access) -> None:
         self.keep.append((targets, sources, lengths))
         self._driver.copy_batch(targets, sources, lengths, access, self.stream.cuda_stream)
+
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def go_on(self, stream: torch.cuda.Stream) -> None:
+        """Do what follows on another stream."""
+        self._driver.wait_event(stream.cuda_stream, self.event().cuda_event)
+        self.stream = stream
 
 
 def _make_adder(page_map: PageMap, slots: int, device: torch.device) -> GpuSums | None:

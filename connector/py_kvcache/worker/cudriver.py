@@ -53,6 +53,7 @@ class Driver:
     def __init__(self, library: Any = None) -> None:
         try:
             self._lib: Any = ctypes.CDLL(_LIBRARY) if library is None else library
+            self._quick: Any = ctypes.PyDLL(_LIBRARY) if library is None else library  # keeps the GIL
         except OSError as error:
             raise DriverError(f"{_LIBRARY} cannot be loaded: {error}") from error
         address = self._find(b"cuMemcpyBatchAsync")
@@ -86,6 +87,13 @@ class Driver:
     def unpin(self, address: int) -> None:
         """Undo ``pin``; waits for copies."""
         self._check(self._lib.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister")
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What is queued on the stream from now on waits for the event; the caller does not."""
+        code = self._quick.cuStreamWaitEvent(
+            ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0)
+        )
+        self._check(code, "cuStreamWaitEvent")
 
     def copy_batch(self, targets: Any, sources: Any, lengths: Any, order: Access, stream: int) -> None:
         """Queue one copy per entry on a stream (not the default one).

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from typing import Generic, TypeVar
+
+from py_kvcache.worker.quickcalls import signal_event
 
 T = TypeVar("T")
 
@@ -58,7 +59,4 @@ class Inbox(Generic[T]):
             return rest
 
     def _signal(self) -> None:
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except BlockingIOError:
-            return  # the counter is full, so the reader is being woken anyway
+        signal_event(self._wake_fd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 import time
@@ -12,11 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from py_kvcache.errors import BlockError, Fault
-from py_kvcache.worker.core import Core, set_file_flags
+from py_kvcache.worker.core import Core
 from py_kvcache.worker.inbox import Inbox
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
 from py_kvcache.worker.loop import DEVICE_GRACE_S, Flush, Loop, Message, Stop, first_path
 from py_kvcache.worker.parts import ReactorSettings
+from py_kvcache.worker.quickcalls import clear_event, set_file_flags
 
 if TYPE_CHECKING:
     from py_kvcache.worker.counters import Counters
@@ -178,11 +178,8 @@ class Reactor:
                 time.sleep(timeout)
         else:
             poll.poll(None if timeout is None else min(timeout, 3600.0) * 1e3)
-        try:
-            # Before the queues are drained, so that what comes in between wakes the next wait.
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return
+        # Before the queues are drained, so that what comes in between wakes the next wait.
+        clear_event(self._wake_fd)
 
     def _break_down(self, error: Exception) -> None:
         """After a defect our own state is not trusted: slots stay where they are, every job is answered."""

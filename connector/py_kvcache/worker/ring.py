@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.worker.iovecs import IovecCache
+from py_kvcache.worker.quickcalls import signal_event
 
 # The kernel silently shortens one transfer to 0x7ffff000 bytes, which is no multiple of a block of ours;
 # 1 GiB keeps the rest of a larger request aligned.
@@ -257,7 +258,7 @@ class UringRing:
     def _answer(self, token: int, result: int) -> None:
         """Complete what found no place, since the kernel has no memory for more requests at the moment."""
         self._ready.append(Completion(token, result))
-        os.eventfd_write(self._wake_fd, 1)
+        signal_event(self._wake_fd)
 
     def _get_sqe(self) -> Any:
         sqe = self._lib.io_uring_get_sqe(self._ring)
@@ -276,7 +277,7 @@ class UringRing:
             # EBUSY: completions overflowed (before 5.19); EAGAIN: no memory for a request. Entries stay
             # queued. Make room and make sure that the caller's next pass comes.
             self._reap()
-            os.eventfd_write(self._wake_fd, 1)
+            signal_event(self._wake_fd)
             return False
         return True
 

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from py_kvcache.errors import KvCacheError
+from py_kvcache.worker.quickcalls import signal_event
 from py_kvcache.worker.ring import MAX_TRANSFER, Completion, check_path, check_request
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class ThreadRing:
         with self._lock:
             if not self._closed:
                 self._done.append(Completion(op.token, result))
-                os.eventfd_write(self._wake_fd, 1)
+                signal_event(self._wake_fd)
                 return
         if op.opens and result >= 0:
             os.close(result)  # finished after shutdown: no one will ask for this descriptor
