@@ -136,8 +136,10 @@ class Rig:
         def launch() -> Any:
             self._number += 1
             copy = SlotCopy(self.slot(self._number), self.pages(self._number), None)
+            entries = self.device._entries(copy)
             there, here, lengths = (
-                torch.from_numpy(column.astype(np.int64)) for column in self.device._entries([copy])
+                torch.from_numpy(np.ascontiguousarray(column, np.int64))
+                for column in (entries.addresses, entries.offsets, entries.lengths)
             )
             source, target = (here, there) if to_device else (there, here)
             with torch.cuda.stream(self.stream):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from py_kvcache.errors import KvCacheError
 from py_kvcache.worker.cudriver import Access, Driver, DriverError
 from py_kvcache.worker.hostmemory import address_of, host_memory
-from py_kvcache.worker.pages import Chunk, Ints, PageMap
+from py_kvcache.worker.pages import Chunk, Copies, Ints, PageMap
 
 if TYPE_CHECKING:
     from py_kvcache.digest import BlockSums
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from py_kvcache.worker.parts import SlotCopy
 
 log = logging.getLogger("vllm.py_kvcache.worker")
+
+_Places = Sequence["int | None"]  # of each block of a batch: where its sums go, if it is added up
 
 _MEMLOCK_HINT = (
     "set staging_bytes or io_depth lower, or raise the memory limit of the container and the locked-memory "
@@ -131,22 +133,14 @@ class CudaDevice:
         self._enter()
         for after in {id(copy.after): copy.after for copy in copies if copy.after is not None}.values():
             self._driver.wait_event(stream.cuda_stream, after.cuda_event)
-        there, here, lengths = self._entries(copies)
+        pages = [self._entries(copy) for copy in copies]
         places = [self._place(copy) if self.adds_up(copy.pages) else None for copy in copies]
         steps = _Steps(self._driver, stream)
         try:
             if to_device:
-                # A slot is complete before its load is launched and untouched until the end, so that the
-                # driver may read it in any order.
-                steps.copy(there, here, lengths, Access.ANY)
-                if any(place is not None for place in places):
-                    steps.go_on(self._checks)
-                    self._add_up(copies, places, steps)
+                self._load_and_add(copies, places, pages, steps)
             else:
-                # Before the copy, so that a block that is damaged on its way is not sealed as it arrived.
-                # Device memory is only right behind the events just waited for.
-                self._add_up(copies, places, steps)
-                steps.copy(here, there, lengths, Access.STREAM)
+                self._add_and_store(copies, places, pages, steps)
         except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
             stream.synchronize()
@@ -154,37 +148,41 @@ class CudaDevice:
             raise
         return CopyEvent(steps.event(), steps.keep, places, self._adder)
 
-    def _add_up(self, copies: Sequence[SlotCopy], places: Sequence[int | None], steps: _Steps) -> None:
-        adder = self._adder
-        asked = [(p, copy.pages.block_ids) for p, copy in zip(places, copies, strict=True) if p is not None]
-        if adder is None or not asked:
+    def _load_and_add(
+        self, copies: Sequence[SlotCopy], places: _Places, pages: list[Copies], steps: _Steps
+    ) -> None:
+        adder, slots = self._adder, [place for place in places if place is not None]
+        if adder is None or not slots:
+            steps.copy_in(pages)
             return
-        slots = [place for place, _ in asked]
-        question = adder.asking(slots, [ids for _, ids in asked])
-        steps.copy(question.addresses, question.offsets, question.lengths, Access.ANY)
-        with torch.cuda.stream(steps.stream):
-            adder.launch(slots)
-        answer = adder.answer(slots)
-        steps.copy(answer.offsets, answer.addresses, answer.lengths, Access.STREAM)
+        # The question goes with the pages: behind them it would wait in the copy engine for the next block.
+        steps.copy_in([*pages, adder.asking(slots, _whole(copies, places))])
+        steps.go_on(self._checks)
+        steps.add_up(adder, slots)
+        steps.copy_out([adder.answer(slots)])
+
+    def _add_and_store(
+        self, copies: Sequence[SlotCopy], places: _Places, pages: list[Copies], steps: _Steps
+    ) -> None:
+        adder, slots = self._adder, [place for place in places if place is not None]
+        if adder is None or not slots:
+            steps.copy_out(pages)
+            return
+        steps.copy_in([adder.asking(slots, _whole(copies, places))])
+        steps.add_up(adder, slots)
+        steps.copy_out([*pages, adder.answer(slots)])
 
     def _place(self, copy: SlotCopy) -> int:
         """A number that no other slot has: slots are no shorter than a payload."""
         assert self._memory is not None
         return (address_of(copy.buffer) - address_of(self._memory)) // self._map.payload_bytes
 
-    def _entries(self, copies: Sequence[SlotCopy]) -> tuple[Any, Any, Any]:
-        """Addresses on the device, addresses in staging memory, bytes: three arrays of 64-bit numbers."""
-        parts = []
-        for buffer, pages, _after in copies:
-            assert isinstance(pages, Chunk)
-            entries = self._map.runs(pages.block_ids, pages.first)
-            parts.append((entries.addresses, entries.offsets + address_of(buffer), entries.lengths))
-        if len(parts) == 1:
-            columns = parts[0]
-        else:
-            columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
-        there, here, lengths = (np.ascontiguousarray(column) for column in columns)
-        return there, here, lengths
+    def _entries(self, copy: SlotCopy) -> Copies:
+        """Of one block: addresses on the device, addresses in staging memory, bytes."""
+        buffer, pages, _ = copy
+        assert isinstance(pages, Chunk)
+        runs = self._map.runs(pages.block_ids, pages.first)
+        return Copies(runs.addresses, runs.offsets + address_of(buffer), runs.lengths)
 
     def _enter(self) -> None:
         """The driver's calls go to the calling thread's context, and ours has none at first."""
@@ -210,26 +208,54 @@ class CudaDevice:
             log.warning("py-kvcache: staging memory could not be unpinned: %s", error)
 
 
+def _whole(copies: Sequence[SlotCopy], places: _Places) -> list[Ints]:
+    """Engine blocks of those that are added up."""
+    return [copy.pages.block_ids for copy, place in zip(copies, places, strict=True) if place is not None]
+
+
 class _Steps:
-    """The copies of one batch, one after the other, and the arrays that have to live until its end."""
+    """The steps of one batch, one after the other, and the arrays that have to live until its end."""
 
     def __init__(self, driver: Driver, stream: torch.cuda.Stream) -> None:
-        self.stream, self._driver = stream, driver
+        self._driver, self._stream = driver, stream
         self.keep: list[tuple[Ints, Ints, Ints]] = []
 
-    def copy(self, targets: Ints, sources: Ints, lengths: Ints, access: Access) -> None:
-        self.keep.append((targets, sources, lengths))
-        self._driver.copy_batch(targets, sources, lengths, access, self.stream.cuda_stream)
+    def copy_in(self, parts: list[Copies]) -> None:
+        """To the device. What is copied does not change until the end, so it may be read in any order."""
+        there, here, lengths = _join(parts)
+        self._copy(there, here, lengths, Access.ANY)
 
-    def event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
+    def copy_out(self, parts: list[Copies]) -> None:
+        """From the device, whose memory is only right behind what is on the stream."""
+        there, here, lengths = _join(parts)
+        self._copy(here, there, lengths, Access.STREAM)
+
+    def add_up(self, adder: GpuSums, slots: list[int]) -> None:
+        with torch.cuda.stream(self._stream):
+            adder.launch(slots)
 
     def go_on(self, stream: torch.cuda.Stream) -> None:
         """Do what follows on another stream."""
-        self._driver.wait_event(stream.cuda_stream, self.event().cuda_event)
-        self.stream = stream
+        reached = self.event()  # a name of its own, or it would be destroyed before the driver has its handle
+        self._driver.wait_event(stream.cuda_stream, reached.cuda_event)
+        self._stream = stream
+
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _copy(self, targets: Ints, sources: Ints, lengths: Ints, access: Access) -> None:
+        self.keep.append((targets, sources, lengths))
+        self._driver.copy_batch(targets, sources, lengths, access, self._stream.cuda_stream)
+
+
+def _join(parts: list[Copies]) -> tuple[Ints, Ints, Ints]:
+    columns = zip(*((part.addresses, part.offsets, part.lengths) for part in parts), strict=True)
+    there, here, lengths = (
+        np.ascontiguousarray(column[0]) if len(column) == 1 else np.concatenate(column) for column in columns
+    )
+    return there, here, lengths
 
 
 def _make_adder(page_map: PageMap, slots: int, device: torch.device) -> GpuSums | None:
