@@ -45,6 +45,8 @@ def _mode(value: object) -> object:
         raise ValueError(f"{value!r} is no octal mode such as 0664") from None
 
 
+CHECKSUM_THREADS = 4
+
 Mode = Annotated[int, BeforeValidator(_mode), Field(ge=0, le=0o7777)]
 Rate = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -78,7 +80,9 @@ class Config(BaseModel):
         "auto", description="I/O engine; auto probes io_uring in a child process"
     )
     checksum: bool = Field(True, description="write and check a digest of every block")
-    checksum_threads: int = Field(4, ge=1, le=64, description="helper threads that compute the digests")
+    checksum_threads: int = Field(
+        CHECKSUM_THREADS, ge=1, le=64, description="helper threads that compute the digests"
+    )
     fsync: bool = Field(False, description="fsync each file before it is published")
     read_bytes_per_s: Rate = Field(0, description="limit of the read rate per worker; 0 = none")
     store_bytes_per_s: Rate = Field(0, description="limit of the write rate per worker; 0 = none")

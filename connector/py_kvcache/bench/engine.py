@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from py_kvcache.bench.workspace import block_key, part_of
+from py_kvcache.config import CHECKSUM_THREADS
 from py_kvcache.errors import KvCacheError
 from py_kvcache.layout import FOOTER_BYTES, block_path, file_bytes
 from py_kvcache.worker.checksum import Checksummer
@@ -166,7 +167,7 @@ class Engine:
             PublishSettings(FileSettings(folder), direct=direct, store_stop_at=1.0, store_resume_at=1.0),
             self._waker.wake,
         )
-        self._checksum = Checksummer(2, self._waker.wake, enabled=checksum)
+        self._checksum = Checksummer(CHECKSUM_THREADS, self._waker.wake, enabled=checksum)
         self._reactor = Reactor(
             ring=self.ring,
             staging=StagingPool(_memory(plan.nbytes), size, reserve_for_loads=plan.reserve_for_loads),

@@ -13,6 +13,7 @@ from typing import Any
 
 from py_kvcache.bench.compare import TRIAL_BYTES, Setting, figure, make_read_set
 from py_kvcache.bench.engine import Block, Engine, Pass
+from py_kvcache.config import CHECKSUM_THREADS
 from py_kvcache.worker.checksum import seal_block
 
 TOLERATED_LOSS = 0.10
@@ -63,7 +64,7 @@ def checksum_cost(setting: Setting, step: Callable[[str], None]) -> dict[str, An
     return {
         "file_bytes": setting.size,
         "direct": setting.direct,
-        "threads": 2,
+        "threads": CHECKSUM_THREADS,
         "one_thread_gb_s": figure(_digest_rate(setting.size) / 1e9),
         "read": _with_and_without(read),
         "write": _with_and_without(write),
