@@ -19,7 +19,9 @@ from py_kvcache.worker.gpusums import GpuSums
 from py_kvcache.worker.pages import PageMap, Region
 
 cpu = torch.device("cpu")
+state = torch.random.get_rng_state()
 GpuSums.prove(cpu)
+assert torch.equal(torch.random.get_rng_state(), state), "vLLM's random numbers are others now"
 random = np.random.default_rng(3)
 for pages, gap, per_chunk in (([4096], 0, 1), ([8192, 8192], 4096, 3), ([69632, 4096, 65536], 8, 2)):
     tensors = [random.integers(-(1 << 63), 1 << 63, (9 * (page + gap)) // 8, np.int64) for page in pages]

@@ -105,3 +105,13 @@ def test_another_blocks_footer_is_found_before_anything_is_copied(rig):
     r.run()
     assert r.faults(1) == {0: Fault.WRONG_KEY}
     assert r.device.loads == [[(2, 0)]]
+
+
+def test_a_block_whose_sums_never_came_is_not_served(rig):
+    r = rig(adds=True)
+    r.device.forgets_sums = True
+    r.load(1, 1)
+    r.run()
+    assert r.faults(1) == {0: Fault.DEVICE}
+    assert r.publisher.quarantined == []
+    r.assert_idle()

@@ -272,6 +272,10 @@ class Loads:
         if broken is not None:
             self._device_failed(t, broken)
             return
+        if sums is None and self._device.adds_up(t.work.pages):
+            # Nobody has looked at the payload then.
+            self._device_failed(t, RuntimeError("the device gave no sums of the block"))
+            return
         if sums is not None:
             assert t.slot is not None
             fault, detail = verify_sums(t.slot.buffer, t.work.key, size, sums)
