@@ -150,6 +150,22 @@ def test_a_closed_worker_that_was_never_started_closes_too(tmp_path: Path):
         os.fstat(parts.wake_fd)
 
 
+def test_a_device_that_cannot_be_closed_keeps_nothing_else_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv(assembly.TRACE_VARIABLE, str(tmp_path / "t.json"))
+    parts = build(settings(tmp_path))
+    close = parts.device.close
+    monkeypatch.setattr(parts.device, "close", lambda: 1 / 0)
+    parts.close(5)
+    assert "the device could not be closed" in caplog.text
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(parts.wake_fd)
+    assert parts.trace is not None
+    assert parts.trace._fd == -1
+    close()
+
+
 def test_work_set_aside_runs_in_a_thread_of_its_own(tmp_path: Path):
     parts, seen, done = build(settings(tmp_path)), [], threading.Event()
     parts.run_aside(lambda: (seen.append(threading.get_ident()), done.set()))

@@ -29,7 +29,9 @@ for pages, gap, per_chunk in (([4096], 0, 1), ([8192, 8192], 4096, 3), ([69632, 
     adder = GpuSums(regions, per_chunk, 4, cpu)
     ids = [random.permutation(9)[:per_chunk] for _ in range(3)]
     slots = [3, 0, 1]
+    # What a sleep of the engine leaves of memory from vLLM's pool: anything.
     adder._sums.fill_(77)
+    adder._asked.fill_(0x4141414141414141)
     copies = adder.asking(slots, ids)
     import ctypes
     for to, source, length in zip(*(c.tolist() for c in (copies.addresses, copies.offsets, copies.lengths))):
@@ -52,6 +54,8 @@ for bad in (Region(4096, 4100, 4100), Region(4, 4096, 4096), Region(0, 4100, 409
         assert "4096" in str(error)
     else:
         raise AssertionError(bad)
+few, many = (GpuSums([Region(0, 4096, 4096)], 16, slots, cpu) for slots in (100, 1000))
+assert many._asked.numel() == 10 * few._asked.numel(), "memory by the slot, not by its square"
 print("equal")
 """
 

@@ -63,12 +63,19 @@ class Parts:
         self.publisher.shutdown(max(0.0, ends - time.monotonic()))
         if clean:
             # Else kernel or helpers still have staging memory, which must then outlive us.
-            self.device.close()
+            self._close_device()
         self.waker.close()
         if clean:
             os.close(self.wake_fd)
         if self.trace is not None:
             self.trace.close()
+
+    def _close_device(self) -> None:
+        try:
+            self.device.close()
+        except Exception:
+            # A driver raises what it likes; what else is open is closed all the same.
+            log.exception("py-kvcache: the device could not be closed")
 
 
 def open_trace(rank: int) -> Trace | None:

@@ -141,36 +141,40 @@ class CudaDevice:
                 self._load_and_add(copies, places, pages, steps)
             else:
                 self._add_and_store(copies, places, pages, steps)
+            event = steps.event()
         except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
-            stream.synchronize()
-            self._checks.synchronize()
+            _wait_for(stream, self._checks)
             raise
-        return CopyEvent(steps.event(), steps.keep, places, self._adder)
+        return CopyEvent(event, steps.keep, places, self._adder)
 
     def _load_and_add(
         self, copies: Sequence[SlotCopy], places: _Places, pages: list[Copies], steps: _Steps
     ) -> None:
-        adder, slots = self._adder, [place for place in places if place is not None]
-        if adder is None or not slots:
+        adder = self._adder
+        groups = [] if adder is None else _groups(adder, copies, places)
+        if adder is None or not groups:
             steps.copy_in(pages)
             return
         # The question goes with the pages: behind them it would wait in the copy engine for the next block.
-        steps.copy_in([*pages, adder.asking(slots, _whole(copies, places))])
+        steps.copy_in([*pages, *(adder.asking(slots, block_ids) for slots, block_ids in groups)])
         steps.go_on(self._checks)
-        steps.add_up(adder, slots)
-        steps.copy_out([adder.answer(slots)])
+        for slots, _ in groups:
+            steps.add_up(adder, slots)
+        steps.copy_out([adder.answer(slots) for slots, _ in groups])
 
     def _add_and_store(
         self, copies: Sequence[SlotCopy], places: _Places, pages: list[Copies], steps: _Steps
     ) -> None:
-        adder, slots = self._adder, [place for place in places if place is not None]
-        if adder is None or not slots:
+        adder = self._adder
+        groups = [] if adder is None else _groups(adder, copies, places)
+        if adder is None or not groups:
             steps.copy_out(pages)
             return
-        steps.copy_in([adder.asking(slots, _whole(copies, places))])
-        steps.add_up(adder, slots)
-        steps.copy_out([*pages, adder.answer(slots)])
+        steps.copy_in([adder.asking(slots, block_ids) for slots, block_ids in groups])
+        for slots, _ in groups:
+            steps.add_up(adder, slots)
+        steps.copy_out([*pages, *(adder.answer(slots) for slots, _ in groups)])
 
     def _place(self, copy: SlotCopy) -> int:
         """A number that no other slot has: slots are no shorter than a payload."""
@@ -196,8 +200,10 @@ class CudaDevice:
         memory, self._memory = self._memory, None
         if memory is None:
             return
-        for stream in (self._loads, self._checks, *self._stores.values()):
-            stream.synchronize()
+        self._adder = None
+        if not _wait_for(self._loads, self._checks, *self._stores.values()):
+            _still_pinned.append(memory)
+            return
         try:
             # Another thread may close than the one that built this.
             self._driver.enter(self._context)
@@ -208,9 +214,26 @@ class CudaDevice:
             log.warning("py-kvcache: staging memory could not be unpinned: %s", error)
 
 
-def _whole(copies: Sequence[SlotCopy], places: _Places) -> list[Ints]:
-    """Engine blocks of those that are added up."""
-    return [copy.pages.block_ids for copy, place in zip(copies, places, strict=True) if place is not None]
+def _groups(
+    adder: GpuSums, copies: Sequence[SlotCopy], places: _Places
+) -> list[tuple[list[int], list[Ints]]]:
+    """Places and engine blocks of those that are added up, as many at a time as one question has room for."""
+    slots = [place for place in places if place is not None]
+    whole = [copy.pages.block_ids for copy, place in zip(copies, places, strict=True) if place is not None]
+    most = adder.most_blocks
+    return [(slots[n : n + most], whole[n : n + most]) for n in range(0, len(slots), most)]
+
+
+def _wait_for(*streams: torch.cuda.Stream) -> bool:
+    """For all of them. False if one cannot be waited for: the GPU has failed, and its context with it."""
+    good = True
+    for stream in streams:
+        try:
+            stream.synchronize()
+        except RuntimeError as error:
+            good = False
+            log.warning("py-kvcache: the GPU's copies cannot be waited for: %s", error)
+    return good
 
 
 class _Steps:

@@ -8,6 +8,7 @@ also proves more: a store is summed before it goes over the link, a load after i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -63,6 +64,8 @@ class GpuSums:
         RuntimeError: the memory cannot be had, or the sums are wrong.
     """
 
+    most_blocks: Final = 32  # in one question; each slot has room for one
+
     def __init__(self, regions: Sequence[Region], per_chunk: int, slots: int, device: torch.device) -> None:
         if any(region.page % ALIGN or region.base % 8 or region.stride % 8 for region in regions):
             raise ValueError(f"its pages are no multiple of {ALIGN} bytes")
@@ -73,18 +76,19 @@ class GpuSums:
         self._per_chunk = per_chunk
         self._pages, self._parts = len(regions) * per_chunk, -(-int(rows.max()) // _ROWS)
         self._words = self._rows + WORDS
-        self._regions = torch.tensor(
-            np.stack([np.asarray(c, np.int64) for c in columns], axis=1), device=device
-        )
+        table = np.stack([np.asarray(column, np.int64) for column in columns], axis=1).ravel()
         pinned = device.type == "cuda"
-        line = per_chunk + 1
-        # Asking: a batch of n blocks is n lines from the place of its first slot on.
-        self._asked = torch.empty((slots, slots, line), dtype=torch.int64, device=device)
-        self._asked_host = torch.zeros((slots, slots, line), dtype=torch.int64, pin_memory=pinned)
+        # A question: the table, then a line for each block. Nothing on the GPU is relied on from one batch to
+        # the next: vLLM may build us within its memory pool, whose contents a sleep of the engine discards.
+        self._table, self._line = len(table), per_chunk + 1
+        size = self._table + self.most_blocks * self._line
+        self._asked = torch.empty((slots, size), dtype=torch.int64, device=device)
+        self._asked_host = torch.zeros((slots, size), dtype=torch.int64, pin_memory=pinned)
         self._sums = torch.empty((slots, self._words), dtype=torch.int64, device=device)
         self._sums_host = torch.zeros((slots, self._words), dtype=torch.int64, pin_memory=pinned)
         self._zeros = torch.zeros(WORDS, dtype=torch.int64, pin_memory=pinned)
         self._asked_array, self._sums_array = self._asked_host.numpy(), self._sums_host.numpy()
+        self._asked_array[:, : self._table] = table
 
     @classmethod
     def prove(cls, device: torch.device) -> None:
@@ -113,24 +117,27 @@ class GpuSums:
         That is the question, and zeros where columns will be added up.
 
         Args:
-            slots: of each block.
+            slots: of each block, ``most_blocks`` of them at most.
             block_ids: the engine blocks of each, ``per_chunk`` of them.
         """
-        lines = self._asked_array[slots[0]]
-        lines[: len(slots), 0] = slots
-        lines[: len(slots), 1:] = block_ids
-        places = np.array(slots, np.int64) * self._words * 8 + self._rows * 8 + self._sums.data_ptr()
-        there = np.concatenate((places, [self._asked[slots[0]].data_ptr()]))
-        here = np.full(len(slots) + 1, self._zeros.data_ptr(), np.int64)
-        here[-1] = self._asked_host[slots[0]].data_ptr()
-        lengths = np.full(len(slots) + 1, WORDS * 8, np.int64)
-        lengths[-1] = len(slots) * lines.shape[1] * 8
+        first, count = slots[0], len(slots)
+        lines = self._asked_array[first, self._table :].reshape(self.most_blocks, self._line)
+        lines[:count, 0] = slots
+        lines[:count, 1:] = block_ids
+        there = np.empty(count + 1, np.int64)
+        there[:count] = np.array(slots, np.int64) * self._words * 8 + self._rows * 8 + self._sums.data_ptr()
+        there[count] = self._asked[first].data_ptr()
+        here = np.full(count + 1, self._zeros.data_ptr(), np.int64)
+        here[count] = self._asked_host[first].data_ptr()
+        lengths = np.full(count + 1, WORDS * 8, np.int64)
+        lengths[count] = (self._table + count * self._line) * 8
         return Copies(there, here, lengths)
 
     def launch(self, slots: Sequence[int]) -> None:
         """Add up, on torch's current stream."""
+        question = self._asked[slots[0]]
         _add_up[self._pages, self._parts, len(slots)](
-            self._asked[slots[0]], self._regions, self._sums, self._per_chunk, self._words, self._rows,
+            question[self._table :], question, self._sums, self._per_chunk, self._words, self._rows,
             some=_ROWS, words=WORDS,
         )  # fmt: skip
 
