@@ -48,6 +48,16 @@ def test_an_unusable_root_is_exit_code_3_and_one_sentence(tmp_path: Path, comman
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_root_without_blocks_is_said_to_be_one_since_it_may_be_the_wrong_folder(
+    root: Any, command: str
+) -> None:
+    hint = "this is not the cache's root"
+    assert hint in " ".join(cli(command, str(root.path)).stdout.split())
+    root.block(root.namespace())
+    assert hint not in " ".join(cli(command, str(root.path)).stdout.split())
+
+
 def test_problems_are_exit_code_1_and_usage_is_2(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PY_KVCACHE_ROOT", raising=False)
     path = root.block(root.namespace())

@@ -114,6 +114,8 @@ def show(report: VerifyReport, console: Console) -> None:
 
 
 def _show_rest(report: VerifyReport, console: Console) -> None:
+    if not report.blocks and not report.interrupted:
+        console.print("No block yet: nothing has been stored here, or this is not the cache's root.")
     if report.unknown:
         kinds = ", ".join(counted(n, what) for what, n in sorted(report.unknown.items()))
         console.print(f"Not ours, left alone: {kinds}", highlight=False)
