@@ -397,3 +397,10 @@ def test_the_alignment_tried_is_the_one_used(tmp_path: Path, monkeypatch: pytest
     report = doctor.examine(str(tmp_path))
     assert tried == [layout.ALIGN]
     assert report.io == "direct"
+
+
+def test_a_root_that_is_not_there_is_a_note_since_its_volume_may_not_be_mounted(tmp_path: Path) -> None:
+    missing = doctor._root_check(str(tmp_path / "missing"), existed=False)
+    assert missing.status is Status.NOTE
+    assert "mount it first" in missing.remedy
+    assert doctor._root_check(str(tmp_path), existed=True).status is Status.OK

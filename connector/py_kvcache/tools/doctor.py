@@ -209,7 +209,11 @@ def _root_check(root: str, existed: bool) -> Check:
     data = {"existed": existed, "symbolic_link": os.path.islink(root)}
     if not existed:
         return Check(
-            "root", Status.OK, "does not exist; the parent does, so it will be made at start", data=data
+            "root",
+            Status.NOTE,
+            "does not exist; the parent does, so it will be made at start, on the parent's file system",
+            "if a volume should be here: mount it first",
+            data=data,
         )
     if os.path.islink(root):
         return Check("root", Status.OK, f"a symbolic link to {os.path.realpath(root)}", data=data)
