@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("torch", reason="the CUDA device is built on torch")
 
 from py_kvcache.worker import cuda
 from py_kvcache.worker.hostmemory import host_memory
-from py_kvcache.worker.pages import Chunk, PageMap, Region
+from py_kvcache.worker.pages import Chunk, Copies, PageMap, Region
 from py_kvcache.worker.parts import SlotCopy
 
 
@@ -43,6 +44,9 @@ class Gpu:
     def copy_batch(self, *arguments: Any) -> None:
         self.log.append("copy")
 
+    def wait_event(self, stream: int, event: int) -> None:
+        return None
+
     def unpin(self, address: int) -> None:
         self.log.append("unpin")
 
@@ -54,7 +58,10 @@ class Gpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
     torch = SimpleNamespace(
-        Event=made.event, set_device=lambda device: None, Stream=lambda *a, **k: made.stream("store")
+        stream=contextlib.nullcontext,
+        Event=made.event,
+        set_device=lambda device: None,
+        Stream=lambda *a, **k: made.stream("store"),
     )
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=torch))
     return made
@@ -108,3 +115,37 @@ def test_a_sound_device_waits_for_every_stream_and_unpins_once(gpu, device):
     device.close()
     device.close()
     assert gpu.log == ["copy", "wait for loads", "wait for checks", "wait for store", "unpin"]
+
+
+class Adder:
+    """Notes launches; its questions and answers are copies of one entry."""
+
+    most_blocks = 2
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def asking(self, slots: list[int], block_ids: list[Any]) -> Copies:
+        return Copies(*(np.full(len(slots), 8, np.int64) for _ in range(3)))
+
+    def answer(self, slots: list[int]) -> Copies:
+        return self.asking(slots, [])
+
+    def launch(self, slots: list[int]) -> None:
+        self.gpu.log.append(f"add up {slots}")
+
+
+def test_loads_are_added_up_behind_their_pages_and_stores_before_in_groups_and_parts_not_at_all(gpu, device):
+    device._map, device._adder = PageMap([Region(0, 4096, 4096)], 2), Adder(gpu)
+    whole, part = Chunk(np.array([3, 4]), 0), Chunk(np.array([5]), 1)
+    slots = [device._memory[n * 12288 : (n + 1) * 12288] for n in range(4)]
+    event = device.load([SlotCopy(slot, whole, None) for slot in slots[:3]])
+    assert gpu.log == ["copy", "add up [0, 1]", "add up [3]", "copy"]
+    assert event._places == [0, 1, 3]
+    gpu.log.clear()
+    device.store([SlotCopy(slots[1], whole, None)])
+    assert gpu.log == ["copy", "add up [1]", "copy"]
+    gpu.log.clear()
+    assert device.load([SlotCopy(slots[0], part, None)]).sums(0) is None
+    device.store([SlotCopy(slots[0], part, None)])
+    assert gpu.log == ["copy", "copy"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -136,45 +136,26 @@ class CudaDevice:
         pages = [self._entries(copy) for copy in copies]
         places = [self._place(copy) if self.adds_up(copy.pages) else None for copy in copies]
         steps = _Steps(self._driver, stream)
+        groups = _groups(self._adder, copies, places)
         try:
             if to_device:
-                self._load_and_add(copies, places, pages, steps)
+                # Questions go with the pages: behind them they would wait for the next block's copy.
+                steps.copy_in([*pages, *(group.question() for group in groups)])
+                if groups:
+                    steps.go_on(self._checks)
+                    steps.add_up(groups)
+                    steps.copy_out([group.answer() for group in groups])
             else:
-                self._add_and_store(copies, places, pages, steps)
+                if groups:
+                    steps.copy_in([group.question() for group in groups])
+                    steps.add_up(groups)
+                steps.copy_out([*pages, *(group.answer() for group in groups)])
             event = steps.event()
         except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
             _wait_for(stream, self._checks)
             raise
         return CopyEvent(event, steps.keep, places, self._adder)
-
-    def _load_and_add(
-        self, copies: Sequence[SlotCopy], places: _Places, pages: list[Copies], steps: _Steps
-    ) -> None:
-        adder = self._adder
-        groups = [] if adder is None else _groups(adder, copies, places)
-        if adder is None or not groups:
-            steps.copy_in(pages)
-            return
-        # The question goes with the pages: behind them it would wait in the copy engine for the next block.
-        steps.copy_in([*pages, *(adder.asking(slots, block_ids) for slots, block_ids in groups)])
-        steps.go_on(self._checks)
-        for slots, _ in groups:
-            steps.add_up(adder, slots)
-        steps.copy_out([adder.answer(slots) for slots, _ in groups])
-
-    def _add_and_store(
-        self, copies: Sequence[SlotCopy], places: _Places, pages: list[Copies], steps: _Steps
-    ) -> None:
-        adder = self._adder
-        groups = [] if adder is None else _groups(adder, copies, places)
-        if adder is None or not groups:
-            steps.copy_out(pages)
-            return
-        steps.copy_in([adder.asking(slots, block_ids) for slots, block_ids in groups])
-        for slots, _ in groups:
-            steps.add_up(adder, slots)
-        steps.copy_out([*pages, *(adder.answer(slots) for slots, _ in groups)])
 
     def _place(self, copy: SlotCopy) -> int:
         """A number that no other slot has: slots are no shorter than a payload."""
@@ -200,10 +181,10 @@ class CudaDevice:
         memory, self._memory = self._memory, None
         if memory is None:
             return
-        self._adder = None
         if not _wait_for(self._loads, self._checks, *self._stores.values()):
             _still_pinned.append(memory)
             return
+        self._adder = None  # not before: its memory, too, is the streams' until then
         try:
             # Another thread may close than the one that built this.
             self._driver.enter(self._context)
@@ -214,14 +195,27 @@ class CudaDevice:
             log.warning("py-kvcache: staging memory could not be unpinned: %s", error)
 
 
-def _groups(
-    adder: GpuSums, copies: Sequence[SlotCopy], places: _Places
-) -> list[tuple[list[int], list[Ints]]]:
-    """Places and engine blocks of those that are added up, as many at a time as one question has room for."""
+class _Group(NamedTuple):
+    """Blocks of a batch that are added up, as many as one question has room for."""
+
+    adder: GpuSums
+    places: list[int]
+    block_ids: list[Ints]
+
+    def question(self) -> Copies:
+        return self.adder.asking(self.places, self.block_ids)
+
+    def answer(self) -> Copies:
+        return self.adder.answer(self.places)
+
+
+def _groups(adder: GpuSums | None, copies: Sequence[SlotCopy], places: _Places) -> list[_Group]:
+    if adder is None:
+        return []
     slots = [place for place in places if place is not None]
     whole = [copy.pages.block_ids for copy, place in zip(copies, places, strict=True) if place is not None]
     most = adder.most_blocks
-    return [(slots[n : n + most], whole[n : n + most]) for n in range(0, len(slots), most)]
+    return [_Group(adder, slots[n : n + most], whole[n : n + most]) for n in range(0, len(slots), most)]
 
 
 def _wait_for(*streams: torch.cuda.Stream) -> bool:
@@ -253,9 +247,10 @@ class _Steps:
         there, here, lengths = _join(parts)
         self._copy(here, there, lengths, Access.STREAM)
 
-    def add_up(self, adder: GpuSums, slots: list[int]) -> None:
+    def add_up(self, groups: list[_Group]) -> None:
         with torch.cuda.stream(self._stream):
-            adder.launch(slots)
+            for group in groups:
+                group.adder.launch(group.places)
 
     def go_on(self, stream: torch.cuda.Stream) -> None:
         """Do what follows on another stream."""
