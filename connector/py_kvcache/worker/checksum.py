@@ -38,10 +38,6 @@ log = logging.getLogger(f"vllm.{__name__}")
 
 Verdict = tuple[Fault | None, str]
 
-_MISMATCH: Verdict = (Fault.CHECKSUM, "payload does not match its digest")
-_NO_DIGEST: Verdict = (Fault.FOREIGN, "the block has no digest, and checksums are on")
-_OTHER_DIGEST: Verdict = (Fault.FOREIGN, "the block's digest is not one of sums, as this namespace's are")
-
 
 @dataclass(frozen=True)
 class ChecksumResult:
@@ -89,31 +85,31 @@ def seal_block(
     buffer[end : end + FOOTER_BYTES] = pack_footer(footer)
 
 
-def verify_block(buffer: memoryview, key: bytes, payload_bytes: int, *, enabled: bool) -> Verdict:
+def verify_block(
+    buffer: memoryview, key: bytes, payload_bytes: int, *, enabled: bool, sums: BlockSums | None = None
+) -> Verdict:
     """Check a block that was read completely: footer and key always, the digest if enabled.
 
-    A block without a digest is refused then. It cannot be one of this namespace, which names the algorithm,
-    so it is left alone like any file of somebody else's.
+    ``sums`` are of the payload, if somebody has added it up: then what they are of is checked, not the
+    buffer. A block without a digest is refused. It cannot be one of this namespace, which names the
+    algorithm, so it is left alone like any file of somebody else's.
     """
     end = padded(payload_bytes)
     footer, verdict = read_footer(buffer[end : end + FOOTER_BYTES], key, payload_bytes)
     if footer is None or not enabled:
         return verdict
     if footer.algorithm == ALGO_NONE:
-        return _NO_DIGEST
-    good = digest_of(footer.algorithm, buffer[:end], digest_header(footer)) == footer.digest
-    return (None, "") if good else _MISMATCH
-
-
-def verify_sums(buffer: memoryview, key: bytes, payload_bytes: int, sums: BlockSums) -> Verdict:
-    """As ``verify_block``, by the sums of the payload: of what arrived on the device, not of the buffer."""
-    end = padded(payload_bytes)
-    footer, verdict = read_footer(buffer[end : end + FOOTER_BYTES], key, payload_bytes)
-    if footer is None:
-        return verdict
-    if footer.algorithm != ALGO_SUMS:
-        return _NO_DIGEST if footer.algorithm == ALGO_NONE else _OTHER_DIGEST
-    return (None, "") if digest_of_sums(sums, digest_header(footer)) == footer.digest else _MISMATCH
+        return Fault.FOREIGN, "the block has no digest, and checksums are on"
+    header = digest_header(footer)
+    if sums is None:
+        digest = digest_of(footer.algorithm, buffer[:end], header)
+    elif footer.algorithm == ALGO_SUMS:
+        digest = digest_of_sums(sums, header)
+    else:
+        return Fault.FOREIGN, "the block's digest is not one of sums, as this namespace's are"
+    if digest != footer.digest:
+        return Fault.CHECKSUM, "payload does not match its digest"
+    return None, ""
 
 
 class Checksummer:
@@ -159,7 +155,7 @@ class Checksummer:
     ) -> None:
         """Check a buffer of ``file_bytes(payload_bytes)`` bytes that was read completely.
 
-        ``payload`` False: only that the footer is this block's; ``verify_sums`` is to follow.
+        ``payload`` False: only that the footer is this block's; ``verify_block`` with sums is to follow.
         """
 
         def work() -> ChecksumResult:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from py_kvcache.errors import PROOF_OF_DAMAGE, BlockError, Fault, fault_of
 from py_kvcache.layout import ALIGN
 from py_kvcache.worker.budget import RateBudget
-from py_kvcache.worker.checksum import verify_sums
+from py_kvcache.worker.checksum import verify_block
 from py_kvcache.worker.core import MAX_RETRIES, RAN_SHORT
 from py_kvcache.worker.jobs import Running, Transfer
 from py_kvcache.worker.parts import SlotCopy, is_pending
@@ -278,7 +278,7 @@ class Loads:
             return
         if sums is not None:
             assert t.slot is not None
-            fault, detail = verify_sums(t.slot.buffer, t.work.key, size, sums)
+            fault, detail = verify_block(t.slot.buffer, t.work.key, size, enabled=True, sums=sums)
             if fault is not None:
                 # Nobody reads these pages: the job reports the block, and vLLM computes it.
                 self._fail(t, "verify", fault, 0, detail)
