@@ -71,11 +71,11 @@ class Rig:
         self._kv, self._number = kv, 0
         self._order = np.random.default_rng(0).permutation(shape.blocks).astype(np.int64)
 
-    def slot(self, number: int) -> memoryview:
+    def slot(self, number: int, memory: memoryview | None = None) -> memoryview:
         """One block of staging memory."""
         size = self.shape.block_bytes
         start = number % self.shape.slots * size
-        return self.memory[start : start + size]
+        return (self.memory if memory is None else memory)[start : start + size]
 
     def pages(self, number: int) -> Chunk:
         """Scattered pages, others for each block."""
@@ -84,26 +84,21 @@ class Rig:
         return Chunk(self._order[start : start + each], 0)
 
     def ours(self, *, to_device: bool) -> Callable[[], Any]:
-        """What the worker does."""
-
-        def launch() -> Any:
-            self._number += 1
-            copy = SlotCopy(self.slot(self._number), self.pages(self._number), None)
-            return (self.device.load if to_device else self.device.store)([copy])
-
-        return launch
+        """What the worker does with checksums off."""
+        return self._through(self.device, self.memory, to_device)
 
     def checked(self, *, to_device: bool) -> Callable[[], Any] | None:
         """What the worker does with checksums on: the GPU adds each block up. None where it cannot."""
         if not self.adding.adds_up(self.pages(0)):
             return None
+        return self._through(self.adding, self.adding_memory, to_device)
+
+    def _through(self, device: CudaDevice, memory: memoryview, to_device: bool) -> Callable[[], Any]:
+        way = device.load if to_device else device.store
 
         def launch() -> Any:
             self._number += 1
-            start = self._number % self.shape.slots * self.shape.block_bytes
-            slot = self.adding_memory[start : start + self.shape.block_bytes]
-            copy = SlotCopy(slot, self.pages(self._number), None)
-            return (self.adding.load if to_device else self.adding.store)([copy])
+            return way([SlotCopy(self.slot(self._number, memory), self.pages(self._number), None)])
 
         return launch
 

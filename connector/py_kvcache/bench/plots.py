@@ -18,7 +18,7 @@ def draw(report: Mapping[str, Any], folder: str) -> list[str]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        return ["no pictures: matplotlib is not installed (pip install 'py-kvcache[bench]')"]
+        return ["no pictures: matplotlib is not installed (pip install matplotlib)"]
     with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "font.size": 9}):
         for name, make in (("ttft", _ttft), ("cdf", _cdf), ("timeline", _timeline)):
             figure = Figure(figsize=(_WIDTH, 4.0), layout="constrained")
