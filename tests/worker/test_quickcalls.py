@@ -32,10 +32,13 @@ def test_an_event_counts_signals_and_is_cleared_at_once(event):
 
 
 def test_a_full_or_an_empty_event_is_no_error(event):
-    os.eventfd_write(event, 2**64 - 2)
+    full = 2**64 - 2
+    os.eventfd_write(event, full)
     signal_event(event)
+    assert os.eventfd_read(event) == full
     clear_event(event)
-    clear_event(event)
+    signal_event(event)
+    assert os.eventfd_read(event) == 1
 
 
 @pytest.mark.parametrize("call", [signal_event, clear_event, lambda fd: set_file_flags(fd, 0)])
