@@ -28,7 +28,6 @@ from py_kvcache.namespace import (
     engine_facts,
     model_identity,
     tensor_marks,
-    weights_mark,
 )
 
 LAYOUT: dict[str, Any] = {
@@ -87,7 +86,7 @@ class Engine:
         self.folder = folder
         model = N(
             model=str(folder), revision=None, seed=0, hf_config=HfConfig(rope_theta=1e4, hidden_size=64),
-            hf_overrides={}, quantization=None, dtype=torch.bfloat16, use_mla=False,
+            hf_overrides={}, quantization=None, dtype=torch.bfloat16, use_mla=False, max_model_len=4096,
             get_total_num_kv_heads=lambda: 8,
         )  # fmt: skip
         self.config = N(
@@ -205,6 +204,21 @@ DIFFERENT: dict[str, Callable[[Engine], None]] = {
     "draft length": set_spec(num_speculative_tokens=4),
     "speculative method": set_spec(method="mtp"),
     "LoRA switched on": lambda engine: setattr(engine.config, "lora_config", N()),
+    "type of LoRA weights": lambda engine: setattr(engine.config, "lora_config", N(lora_dtype="bf16")),
+    "longest request": set_model(max_model_len=8192),
+    "longest request fitted to the memory": set_model(original_max_model_len=-1),
+    "Llama 4's temperature": set_model(override_generation_config={"attn_temperature_tuning": True}),
+    "Llama 4's temperature in the model's file": set_model(
+        try_get_generation_config=lambda: {"attn_temperature_tuning": False}
+    ),
+    "transformers' code instead of vLLM's": set_model(model_impl="transformers"),
+    "another class for the model": set_model(model_class_overrides={"A": "b:C"}),
+    "revision of the model's own code": set_model(code_revision="abc"),
+    "files that the loader leaves out": lambda engine: setattr(
+        engine.config.load_config, "ignore_patterns", ["original/*"]
+    ),
+    "a platform's own settings": lambda engine: setattr(engine.config, "additional_config", {"a": 1}),
+    "bytes of the weights": lambda engine: shard(engine.folder, "model.safetensors", HEADER, b"\1" * 64),
     "adapter": lambda engine: setattr(engine, "adapter", "0123"),
 }
 
@@ -236,12 +250,21 @@ def test_the_changes_above_all_differ_from_each_other(folder: Path, monkeypatch:
     ("where the configuration was read", set_hf(_name_or_path="/elsewhere")),
     ("a file that is no weights", lambda engine: (engine.folder / "README.md").write_text("hello")),
     ("the order of layer names", set_group(layer_names=["l.1", "l.0"])),
+    ("sampling defaults", set_model(override_generation_config={"temperature": 0.5})),
     ("a second rank with the same layout", lambda engine: engine.layouts.append(copy.deepcopy(LAYOUT))),
 ])  # fmt: skip
 def test_what_changes_no_byte_changes_no_name(engine: Engine, what: str, change: Callable[[Engine], Any]):
     before = engine.name()
     change(engine)
     assert engine.name() == before, what
+
+
+def test_a_length_fitted_to_the_memory_changes_no_name_from_start_to_start(engine: Engine):
+    names = []
+    for fitted in (3000, 3001):
+        set_model(original_max_model_len=-1, max_model_len=fitted)(engine)
+        names.append(engine.name())
+    assert names[0] == names[1]
 
 
 def test_the_order_in_which_ranks_describe_themselves_does_not_matter(engine: Engine):
@@ -290,7 +313,8 @@ class Hf:
     def to_dict(self): return {{"b": {{"y", "x"}} and 1, "a": [1, None], "id2label": {{1: "x", 0: "y"}}}}
 config = N(
     model_config=N(model={str(engine.folder)!r}, revision=None, seed=0, hf_config=Hf(), hf_overrides={{}},
-                   quantization=None, dtype="bf16", use_mla=False, get_total_num_kv_heads=lambda: 8),
+                   quantization=None, dtype="bf16", use_mla=False, max_model_len=4096,
+                   get_total_num_kv_heads=lambda: 8),
     cache_config=N(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
     parallel_config=N(tensor_parallel_size=1, pipeline_parallel_size=1),
     load_config=N(load_format="auto"), speculative_config=None, lora_config=None)
@@ -358,23 +382,6 @@ def test_dummy_weights_are_told_apart_by_their_seed(engine: Engine):
     before = engine.name()
     engine.config.model_config.seed = 1
     assert engine.name() != before
-
-
-def test_weights_without_a_header_are_known_by_their_first_mebibyte(tmp_path: Path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"a" * 2_000_000)
-    os.utime(path, ns=(1, 1))
-    before = weights_mark(str(path))
-    path.write_bytes(b"b" + b"a" * 1_999_999)
-    os.utime(path, ns=(1, 1))
-    assert weights_mark(str(path)) != before
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\xff" * 20, b"abc"])
-def test_a_broken_safetensors_file_has_a_mark_too(tmp_path: Path, content: bytes):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    assert weights_mark(str(tmp_path))[0][:2] == ["model.safetensors", len(content)]
 
 
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, commit: str, file: str) -> None:
@@ -459,11 +466,14 @@ def test_other_weights_or_settings_make_another_adapter(adapter: Path, file: str
     assert adapter_identity(str(adapter)) != before
 
 
-def test_a_large_adapter_is_known_by_size_mtime_and_header(adapter: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(namespace, "_SMALL_FILE", 4)
-    before = adapter_identity(str(adapter))
-    os.utime(adapter / "adapter_model.safetensors", ns=(5, 5))
-    assert adapter_identity(str(adapter)) != before
+def test_a_large_adapter_is_known_by_its_last_byte_too(adapter: Path):
+    path = adapter / "adapter_model.safetensors"
+    found = set()
+    for last in (b"a", b"b"):
+        path.write_bytes(bytes(40 << 20) + last)
+        os.utime(path, ns=(5, 5))
+        found.add(adapter_identity(str(adapter)))
+    assert len(found) == 2
 
 
 def test_a_hub_adapter_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,12 +18,9 @@ from typing import Any
 from py_kvcache import vllm_api
 from py_kvcache.errors import UnsupportedError
 from py_kvcache.layout import namespace_name
+from py_kvcache.weights import SHARD_ENDINGS, content_mark, weights_mark
 
 SCHEMA = 1
-_SHARD_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_SMALL_FILE = 16 << 20
-# Of a file without a header of its own so much is hashed; its size and mtime count besides.
-_HEAD_BYTES = 1 << 20
 # The CPU attention backend packs keys for the instruction set that it finds.
 _CPU_FLAGS = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16"}
@@ -38,32 +35,6 @@ def digest(fields: Mapping[str, Any]) -> str:
     """First 16 hex digits of sha256 over the fields as sorted JSON."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _file_mark(path: str) -> list[Any]:
-    """Size, mtime and a hash of what describes the file: a safetensors header, or its first MiB."""
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        head = file.read(8)
-        if path.endswith(".safetensors") and len(head) == 8:
-            # A safetensors file begins with the length of its JSON header (8 bytes, little endian).
-            head += file.read(min(int.from_bytes(head, "little"), 64 << 20))
-        else:
-            head += file.read(_HEAD_BYTES - 8)
-    return [os.path.basename(path), status.st_size, status.st_mtime_ns, hashlib.sha256(head).hexdigest()]
-
-
-def weights_mark(folder: str) -> list[list[Any]]:
-    """What changes when the weights in a local folder (or one file) are replaced.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    if os.path.isfile(folder):
-        return [_file_mark(folder)]
-    names = sorted(os.listdir(folder))
-    shards = [name for name in names if name.endswith((*_SHARD_ENDINGS, ".index.json"))]
-    return [_file_mark(os.path.join(folder, name)) for name in shards]
 
 
 def _commit_of(model: str, revision: str | None, *names: str) -> str | None:
@@ -97,7 +68,7 @@ def model_identity(model: str, revision: str | None, load_format: str, seed: int
         if marks := weights_mark(model):
             return {"files": marks}
         raise UnsupportedError(
-            f"{model} holds no weight files ({', '.join(_SHARD_ENDINGS)}), so a change of the weights would "
+            f"{model} holds no weight files ({', '.join(SHARD_ENDINGS)}), so a change of the weights would "
             "go unseen; use a local copy or a hub name"
         )
     commit = _commit_of(model, revision, "config.json", "params.json")
@@ -130,17 +101,16 @@ def adapter_identity(path: str) -> str:
         if commit is None:
             raise FileNotFoundError(errno.ENOENT, "neither a folder nor in the local hub cache", path)
         return digest({"adapter": path, "commit": commit})
-    content: list[Any] = []
-    for name in sorted(os.listdir(path)):
-        file = os.path.join(path, name)
-        if not os.path.isfile(file) or not name.endswith((*_SHARD_ENDINGS, ".json")):
-            continue
-        if os.path.getsize(file) <= _SMALL_FILE:
-            with open(file, "rb") as stream:
-                content.append([name, hashlib.sha256(stream.read()).hexdigest()])
-        else:
-            content.append(_file_mark(file))
-    return digest({"adapter": content})
+    files = [(name, os.path.join(path, name)) for name in sorted(os.listdir(path))]
+    return digest(
+        {
+            "adapter": [
+                [name, content_mark(file)]
+                for name, file in files
+                if name.endswith((*SHARD_ENDINGS, ".json")) and os.path.isfile(file)
+            ]
+        }
+    )
 
 
 def cpu_marks() -> list[str]:
@@ -203,6 +173,24 @@ def _hf_facts(model_config: Any) -> Any:
     return {key: value for key, value in config.to_dict().items() if key not in _HF_NOISE}
 
 
+def _length_facts(model: Any) -> Any:
+    """The longest request, which some models look at when they are built.
+
+    LongRoPE (Phi-3, Phi-4) takes its long factors by it, Llama 4 its attention temperature; vLLM's models
+    may read it anywhere. Fitted to the memory by vLLM (-1), it varies from start to start, and the models
+    were built before that with what the model's own configuration allows.
+    """
+    return "auto" if getattr(model, "original_max_model_len", None) == -1 else int(model.max_model_len)
+
+
+def _temperature_tuning(model: Any) -> Any:
+    """Llama 4 takes this from among the sampling defaults, of which nothing else reaches a model."""
+    name = "attn_temperature_tuning"
+    override = getattr(model, "override_generation_config", None) or {}
+    own: dict[str, Any] = getattr(model, "try_get_generation_config", dict)() or {}
+    return override.get(name, own.get(name))
+
+
 def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> dict[str, Any]:
     """All that the scheduler knows and that decides the bytes of a block; written to config.json."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
@@ -215,7 +203,18 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
         "engine": f"vllm {version.major}.{version.minor}",
         "model": display_name(model.model),
         "weights": model_identity(model.model, model.revision, load_format, model.seed),
-        "load": [load_format, str(getattr(load, "model_loader_extra_config", ""))],
+        "load": [
+            load_format,
+            str(getattr(load, "model_loader_extra_config", "")),
+            str(getattr(load, "ignore_patterns", "")),
+        ],
+        "model_code": [
+            str(getattr(model, name, None))
+            for name in ("model_impl", "model_class_overrides", "code_revision")
+        ],
+        "max_model_len": _length_facts(model),
+        "temperature_tuning": _temperature_tuning(model),
+        "additional_config": str(getattr(vllm_config, "additional_config", "")),
         "hf_config": digest({"hf": _hf_facts(model)}),
         "multimodal": str(getattr(model, "multimodal_config", None)),
         "hf_overrides": str(getattr(model, "hf_overrides", "")),
@@ -246,7 +245,9 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
             str(getattr(spec, name, None))
             for name in ("method", "model", "revision", "num_speculative_tokens")
         ],
-        "lora": vllm_config.lora_config is not None,
+        "lora": None
+        if vllm_config.lora_config is None
+        else str(getattr(vllm_config.lora_config, "lora_dtype", "")),
     }
 
 

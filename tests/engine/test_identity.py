@@ -133,6 +133,30 @@ def test_the_same_engine_hits_after_all_of_these(model: str, root: Path, first: 
         assert started.call("settle")["wrong"] == []
 
 
+# ---- what the longest request decides
+
+
+def test_a_longrope_model_with_another_longest_request_is_a_clean_miss(tmp_path: Path) -> None:
+    # Phi-3's way: short factors for engines of up to 1,024 tokens, long ones beyond.
+    rope = {
+        "rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0 + n for n in range(32)],
+        "original_max_position_embeddings": 1024, "rope_theta": 10000.0,
+    }  # fmt: skip
+    model = real_model(
+        tmp_path / "model", architectures=["Phi3ForCausalLM"], model_type="phi3", pad_token_id=0,
+        original_max_position_embeddings=1024, rope_scaling=rope, rope_parameters=rope,
+    )  # fmt: skip
+    root, texts = tmp_path / "cache", {}
+    root.mkdir()
+    for length in (1024, 4096):
+        with engine(real(model, root, max_model_len=length)) as started:
+            known = namespaces(root)
+            misses_then_hits(started, root, known)
+            texts[length] = started.generate([PROMPT])["tokens"]
+            assert started.generate([PROMPT], extra_args=OPT_OUT)["tokens"] == texts[length]
+    assert texts[1024] != texts[4096], "the factors change the text"
+
+
 # ---- LoRA
 
 
