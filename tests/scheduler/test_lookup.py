@@ -144,6 +144,46 @@ def test_a_failed_store_heals_nothing():
     assert index.presence(A, 1) is Presence.BANNED
 
 
+def fail_store(index: Index, fault: str, now: float) -> None:
+    index.store_began(A, now + 60)
+    index.store_failed(A, fault)
+    index.store_ended(A, now)
+
+
+def test_a_store_that_failed_by_itself_is_refused_for_5_seconds_and_then_for_twice_as_long():
+    index, now = Index(), 0.0
+    for length in (5, 10, 20, 40, 80, 160, 320, 600, 600):
+        assert not index.store_refused(A, now)
+        fail_store(index, "io", now)
+        assert index.store_refused(A, now + length - 0.1)
+        now += length
+    assert index.presence(A, now) is Presence.UNKNOWN, "a refused store says nothing about loads"
+
+
+def test_a_store_that_works_ends_the_refusals():
+    index = Index()
+    for now in (0, 5):
+        fail_store(index, "io", now)
+    index.store_began(A, 60)
+    index.store_ended(A, 20)
+    fail_store(index, "io", 30)
+    assert index.store_refused(A, 34) and not index.store_refused(A, 35)
+
+
+@pytest.mark.parametrize("fault", ["paused", "no_space", "queue_full", "cancelled", "timeout", "device"])
+def test_a_store_that_failed_for_another_reason_may_be_tried_at_once(fault: str):
+    index = Index()
+    fail_store(index, fault, 0)
+    assert not index.store_refused(A, 0)
+
+
+def test_a_reset_forgets_refusals():
+    index = Index()
+    fail_store(index, "io", 0)
+    index.clear()
+    assert not index.store_refused(A, 0)
+
+
 def test_a_healed_block_that_fails_again_is_banned_for_longer():
     index = Index()
     index.load_failed(A, "checksum", 0)

@@ -330,6 +330,22 @@ def test_the_store_queue_is_bounded_drops_are_counted_and_nothing_follows_a_hole
     assert engine.store(other) == other.keys, "another chain has no hole"
 
 
+def test_a_block_whose_store_failed_is_not_offered_again_at_once_and_nothing_behind_it():
+    engine = Engine()
+    first, second = engine.admit("a", keys(4)), engine.admit("b", keys(4))
+    assert engine.store(first) == first.keys
+    space = engine.spaces.name(None)
+    engine.manager.note_report(WorkerReport(failed_stores={1: Failures(space, {first.keys[1]: "io"})}))
+    engine.manager.complete_store(first.keys[:2], first.context)
+    engine.manager.complete_store(first.keys[2:], first.context)
+    engine.manager._index.forget((space, key) for key in first.keys)
+    assert engine.store(second) == second.keys[:1]
+    assert engine.counted(metrics.STORES_DROPPED, "failed_before") == 3
+    engine.now += 5
+    third = engine.admit("c", keys(4))
+    assert engine.store(third) == third.keys[1:], "the one that is being stored already is left out"
+
+
 def test_the_queue_never_grows_beyond_its_bound_whatever_is_offered():
     engine = Engine(max_queued_stores=5)
     for n in range(50):

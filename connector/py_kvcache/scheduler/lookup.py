@@ -17,12 +17,20 @@ BlockId = tuple[str, bytes]  # (space, OffloadKey)
 SEEN_FOR_S = 60.0
 FIRST_BAN_S = 30.0
 LONGEST_BAN_S = 3_600.0
+# After a store that failed by itself: short, since most such faults are the volume's and pass.
+FIRST_REFUSAL_S = 5.0
+LONGEST_REFUSAL_S = 600.0
 MAX_SEEN = 1 << 20
 MAX_BANNED = 1 << 16
 
 # After this fault a good file stands under the name as soon as one was stored. After proved damage that
 # is not so: the store may have found the damaged file still there and left it.
 _HEALED_BY_STORE = frozenset({Fault.MISSING.value})
+
+# A store that failed so would fail again at once: a folder, a FIFO or a link has the name, a folder of the
+# cache belongs to somebody else, the disk is sick. Other faults are about the moment or the whole volume,
+# which the worker watches itself.
+_STORE_REFUSED = frozenset({Fault.IO.value})
 
 
 class Presence(Enum):
@@ -48,11 +56,12 @@ class _Store:
 
 
 class Index:
-    """The three books: seen (LRU, expiring), storing (with deadlines), banned (doubling)."""
+    """Four books: seen (LRU, expiring), storing (with deadlines), banned and refused (both doubling)."""
 
     def __init__(self, max_seen: int = MAX_SEEN, max_banned: int = MAX_BANNED) -> None:
         self._seen: OrderedDict[BlockId, float] = OrderedDict()
         self._banned: OrderedDict[BlockId, _Ban] = OrderedDict()
+        self._refused: OrderedDict[BlockId, _Ban] = OrderedDict()
         self._storing: dict[BlockId, _Store] = {}
         self._max_seen, self._max_banned = max_seen, max_banned
 
@@ -88,12 +97,23 @@ class Index:
     def load_failed(self, block: BlockId, fault: str, now: float) -> float:
         """A load failed: answer MISS for 30 s, doubling with each strike. Returns the ban's length."""
         self._seen.pop(block, None)
-        old = self._banned.pop(block, None)
+        return self._strike(self._banned, block, fault, now, FIRST_BAN_S, LONGEST_BAN_S)
+
+    def _strike(
+        self,
+        book: OrderedDict[BlockId, _Ban],
+        block: BlockId,
+        fault: str,
+        now: float,
+        first: float,
+        longest: float,
+    ) -> float:
+        old = book.pop(block, None)
         strikes = old.strikes + 1 if old is not None else 1
-        length = min(FIRST_BAN_S * 2.0 ** min(strikes - 1, 16), LONGEST_BAN_S)
-        self._banned[block] = _Ban(now + length, strikes, fault)
-        while len(self._banned) > self._max_banned:
-            self._banned.popitem(last=False)
+        length = min(first * 2.0 ** min(strikes - 1, 16), longest)
+        book[block] = _Ban(now + length, strikes, fault)
+        while len(book) > self._max_banned:
+            book.popitem(last=False)
         return length
 
     def store_began(self, block: BlockId, deadline: float) -> None:
@@ -108,14 +128,24 @@ class Index:
     def store_ended(self, block: BlockId, now: float) -> bool:
         """All ranks are done with the block. Returns True if it is stored."""
         store = self._storing.pop(block, None)
-        if store is None or store.failed is not None:
+        if store is None:
             return False
+        if store.failed is not None:
+            if store.failed in _STORE_REFUSED:
+                self._strike(self._refused, block, store.failed, now, FIRST_REFUSAL_S, LONGEST_REFUSAL_S)
+            return False
+        self._refused.pop(block, None)
         ban = self._banned.get(block)
         if ban is not None and ban.fault in _HEALED_BY_STORE:
             # The strikes stay: should the new file fail too, the ban goes on doubling.
             ban.until = now
         self.saw((block,), now)
         return True
+
+    def store_refused(self, block: BlockId, now: float) -> bool:
+        """Whether the last store of the block failed not long ago in a way that would come again."""
+        ban = self._refused.get(block) if self._refused else None
+        return ban is not None and now < ban.until
 
     def expire_stores(self, now: float) -> list[BlockId]:
         """Give up stores past their deadline (a worker that never reported); returns them."""
@@ -128,4 +158,5 @@ class Index:
         """Forget everything (reset_cache)."""
         self._seen.clear()
         self._banned.clear()
+        self._refused.clear()
         self._storing.clear()

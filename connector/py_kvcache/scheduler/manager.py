@@ -270,10 +270,17 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             presence = self._index.presence((state.space, key), self._now)
             if presence in (Presence.SEEN, Presence.STORING):
                 continue
-            room = self._index.storing + len(chosen) < self._config.max_queued_stores
-            if state.hole or not room:
+            reason = None
+            if self._index.storing + len(chosen) >= self._config.max_queued_stores:
+                reason = "queue_full"
+            elif state.hole:
+                reason = "after_hole"
+            elif self._index.store_refused((state.space, key), self._now):
+                reason = "failed_before"
+            if reason is not None:
+                # What follows could not be found without this block.
                 state.hole = True
-                self._drop("queue_full" if not room else "after_hole", len(keys) - position)
+                self._drop(reason, len(keys) - position)
                 break
             chosen.append(key)
         return chosen
