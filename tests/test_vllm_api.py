@@ -49,7 +49,7 @@ def kv(*specs: Any) -> Any:
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("VLLM_SERVER_DEV_MODE", "PYTHONHASHSEED"):
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "PYTHONHASHSEED"):
         monkeypatch.delenv(name, raising=False)
     at(monkeypatch, "0.32.0")
     return N(
@@ -132,6 +132,12 @@ def test_dev_mode_is_named(config: Any, monkeypatch: pytest.MonkeyPatch, value: 
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", value)
     assert (reason(config) is None) is served
     assert served or "VLLM_SERVER_DEV_MODE" in reason(config)
+
+
+def test_request_ids_that_may_come_again_are_named(config: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    assert "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION" in reason(config)
+    assert "unset it" in reason(config)
 
 
 @pytest.mark.parametrize("where", ["extra", "config"])

@@ -27,13 +27,16 @@ class LayoutHandshake(vllm_api.KVConnectorHandshakeMetadata):  # type: ignore[mi
     layouts: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
 
+def parse_extra(extra: dict[str, Any]) -> Config:
+    """The user's settings, from vLLM's extra config before or after we filled it in. Raises ConfigError."""
+    filled_in = extra.get("spec_module_path") == SPEC_MODULE
+    return parse_config({k: v for k, v in extra.items() if k != "block_size" or not filled_in})
+
+
 def read_settings(vllm_config: Any) -> Config:
     """Parse the user's settings and fill in vLLM's own keys. Raises ConfigError."""
     extra = vllm_api.extra_config(vllm_config)
-    ours = {
-        k: v for k, v in extra.items() if k != "block_size" or extra.get("spec_module_path") != SPEC_MODULE
-    }
-    settings = parse_config(ours)
+    settings = parse_extra(extra)
     extra.update(spec_name=SPEC_NAME, spec_module_path=SPEC_MODULE, block_size=settings.block_tokens)
     return settings
 
@@ -216,6 +219,12 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         return self.executor.report(super().build_connector_worker_meta())
 
     # ---- API server
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """With CUDA graphs vLLM asks this before all else: a bad setting ends the start here, in seconds."""
+        parse_extra(extra_config)
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def build_prom_metrics(

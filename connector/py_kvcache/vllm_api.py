@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import vllm
+import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -199,6 +200,13 @@ def _unsupported_engine(vllm_config: Any) -> str | None:
         return "weight transfer changes the weights without telling a connector; serve without it"
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
         return "VLLM_SERVER_DEV_MODE allows weights to change under the cache; unset it"
+    if getattr(vllm.envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):
+        # An id that comes again in the step after its end: KeyError in _build_store_jobs, or, while we keep
+        # the blocks of the ended one, vLLM's assertion on duplicate ids.
+        return (
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION lets request ids come again, of which vLLM's offloading "
+            "scheduler dies; unset it"
+        )
     budget = extra_config(vllm_config).get("sync_load_budget_bytes", 0)
     if budget or getattr(vllm_config.kv_transfer_config, "sync_load_budget_bytes", 0):
         return "sync_load_budget_bytes > 0 gives wrong text after a failed load (vLLM 0.33); set it to 0"

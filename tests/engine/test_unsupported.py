@@ -113,6 +113,29 @@ def test_a_root_without_a_parent_is_refused_with_path_and_remedy(
     assert not root.parent.exists()
 
 
+def test_a_bad_setting_is_refused_before_anything_is_loaded_where_vllm_uses_cuda_graphs() -> None:
+    from py_kvcache.connector import PyKvCacheConnector
+    from py_kvcache.errors import ConfigError
+
+    asked = PyKvCacheConnector.requires_piecewise_for_cudagraph
+    assert asked({"root": "/cache"}) is False
+    with pytest.raises(ConfigError, match="did you mean 'block_tokens'"):
+        asked({"root": "/cache", "blok_tokens": 64})
+
+
+OWN_IDS = {"PYTHONHASHSEED": "0", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+
+
+def test_request_ids_that_may_come_again_are_refused_or_served_without_a_cache(
+    model: str, tmp_path: Path
+) -> None:
+    with session(OWN_IDS) as own:
+        assert "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION" in refusal(own, arguments(model, tmp_path))
+        own.call("start", **arguments(model, tmp_path, {"on_unsupported": "disable"}))
+        # With the cache on vLLM's offloading scheduler raises KeyError here, which ends the engine.
+        assert len(own.call("same_id_again", prompts=[PROMPT, PROMPT[:-1], PROMPT])["tokens"]) == 3
+
+
 # ---- disable
 
 

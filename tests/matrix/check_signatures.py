@@ -94,6 +94,7 @@ CALLS = f"""
 {V1}.offloading.metrics:OffloadingConnectorStats.increase_counter _ _ _
 {V1}.offloading.metrics:OffloadingConnectorStats.set_gauge        _ _ _
 {V1}.multi_connector:MultiConnector           vllm_config role kv_cache_config
+{V1}.base:KVConnectorBase_V1.requires_piecewise_for_cudagraph  extra_config
 {OFFLOAD}:OffloadingSpec                      config
 {OFFLOAD}:OffloadingCounterMetadata           documentation= labelnames=
 {OFFLOAD}:OffloadingGaugeMetadata             documentation= labelnames=
@@ -104,7 +105,7 @@ CALLS = f"""
 
 # Names of modules that we rely on without importing them.
 NAMES = """
-vllm.envs                    VLLM_SERVER_DEV_MODE
+vllm.envs                    VLLM_SERVER_DEV_MODE VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
 vllm.v1.core.kv_cache_utils  init_none_hash resolve_none_hash_seed>=0.29
 """
 
