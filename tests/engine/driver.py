@@ -6,6 +6,7 @@ be put between a hit and its load and every loaded block compared byte for byte 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -36,11 +37,30 @@ def take_answers() -> Any:
     return out
 
 
+class KvMemory:
+    """Reads KV memory: on a GPU by cuMemcpyDtoH, ordinary memory by address."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = ctypes.CDLL("libcuda.so.1") if torch.cuda.is_available() else None
+
+    def read(self, address: int, length: int) -> bytes:
+        if self._cuda is None:
+            return ctypes.string_at(address, length)
+        buffer = ctypes.create_string_buffer(length)
+        code = self._cuda.cuMemcpyDtoH_v2(buffer, ctypes.c_uint64(address), ctypes.c_size_t(length))
+        if code:
+            raise RuntimeError(f"cuMemcpyDtoH: CUDA error {code}")
+        return buffer.raw
+
+
 class Driver:
     """Holds the engine and what was observed."""
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.memory: KvMemory | None = None
         self.checked = 0
         self.wrong: list[str] = []
         self.fault: Callable[[str], None] | None = None
@@ -105,6 +125,20 @@ class Driver:
             engine.step()
         engine.abort_request(names)
         return {"drained": self._drain()}
+
+    def same_id_again(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """One request after the other under one id, each as soon as the one before has its answer."""
+        from vllm import SamplingParams
+
+        engine, texts = self.llm.llm_engine, []
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+        for prompt in prompts:
+            engine.add_request("same", {"prompt_token_ids": prompt}, sampling)
+            outputs: list[Any] = []
+            while not any(output.finished for output in outputs):
+                outputs = engine.step()
+            texts.append(list(outputs[-1].outputs[0].token_ids))
+        return {"tokens": texts}
 
     def _drain(self, seconds: float = 60.0) -> bool:
         engine = self.llm.llm_engine
@@ -268,6 +302,7 @@ class Driver:
     # ---- observation
 
     def _watch(self) -> None:
+        self.memory = KvMemory()
         executor = self.executor
         submit, settle = executor.submit_load, executor._settle
 
@@ -293,8 +328,7 @@ class Driver:
         return block_path(folder, plan.keys[ordinal])
 
     def _compare(self, result: Any, submitted: Any) -> None:
-        import ctypes
-
+        assert self.memory is not None
         failed = {ordinal for ordinal, _ in result.failed}
         device = self.executor._parts.device
         for ordinal, chunk in enumerate(submitted.chunks):
@@ -306,7 +340,7 @@ class Driver:
             for address, offset, length in zip(
                 entries.addresses.tolist(), entries.offsets.tolist(), entries.lengths.tolist(), strict=True
             ):
-                if ctypes.string_at(address, length) != content[offset : offset + length]:
+                if self.memory.read(address, length) != content[offset : offset + length]:
                     self.wrong.append(f"job {result.job_id} block {ordinal} offset {offset}")
             self.checked += 1
 

@@ -9,7 +9,6 @@ Prints one JSON object; exit code 1 if anything was wrong.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import hashlib
 import json
@@ -28,28 +27,12 @@ from driver import Driver, take_answers
 BLOCK = 256
 
 
-class GpuMemory:
-    """Reads KV memory by cuMemcpyDtoH, ordinary memory by address."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self._lib = ctypes.CDLL("libcuda.so.1") if on_gpu else None
-
-    def read(self, address: int, length: int) -> bytes:
-        if self._lib is None:
-            return ctypes.string_at(address, length)
-        buffer = ctypes.create_string_buffer(length)
-        code = self._lib.cuMemcpyDtoH_v2(buffer, ctypes.c_uint64(address), ctypes.c_size_t(length))
-        if code:
-            raise RuntimeError(f"cuMemcpyDtoH: CUDA error {code}")
-        return buffer.raw
-
-
 class CheckedDriver(Driver):
     """Compares pages at submission of a store, pages after a load, and the file."""
 
     def __init__(self, on_gpu: bool) -> None:
         super().__init__()
-        self._memory, self._on_gpu = GpuMemory(on_gpu), on_gpu
+        self._on_gpu = on_gpu
         self.stored: dict[bytes, set[bytes]] = {}
         self.without_origin = 0
 
@@ -76,7 +59,7 @@ class CheckedDriver(Driver):
     def _payload(self, chunk: Any) -> bytes:
         entries = self.executor._parts.device._map.copies(chunk.block_ids, chunk.first)
         return b"".join(
-            self._memory.read(address, length)
+            self.memory.read(address, length)
             for address, length in zip(entries.addresses.tolist(), entries.lengths.tolist(), strict=True)
         )
 
@@ -94,7 +77,7 @@ class CheckedDriver(Driver):
             for address, offset, length in zip(
                 entries.addresses.tolist(), entries.offsets.tolist(), entries.lengths.tolist(), strict=True
             ):
-                if self._memory.read(address, length) != content[offset : offset + length]:
+                if self.memory.read(address, length) != content[offset : offset + length]:
                     self.wrong.append(f"job {result.job_id} block {ordinal} offset {offset}: not the file's")
             if key not in self.stored:
                 self.without_origin += 1
