@@ -125,12 +125,12 @@ def show(console: Console, outcome: Outcome, questions: tuple[str, str]) -> None
             f"{base / asked.answer.ttft_s:.1f}x",
             f"{asked.from_files:,}",
             f"{asked.from_engine:,}",
-            f"{asked.bytes_loaded / 1e6:,.1f} MB",
+            f"{asked.bytes_loaded / (1 << 20):,.1f} MiB",
         )
     console.print()
     console.print(table)
     console.print(
-        f"Stored: {outcome.files} files, {outcome.bytes_stored / 1e6:,.1f} MB. Prompt tokens come from "
+        f"Stored: {outcome.files} files, {outcome.bytes_stored / (1 << 20):,.1f} MiB. Prompt tokens come from "
         "files, from vLLM's own prefix cache in memory (empty after the restart), or are computed.",
         highlight=False,
     )

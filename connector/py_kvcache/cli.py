@@ -1,6 +1,5 @@
 """`py-kvcache <command>`: arguments, output streams and exit codes; the work is in tools/ and bench/.
 
-Exit codes: 0 good, 1 problem found, 2 usage, 3 root unusable, 128 + N ended by signal N.
 Commands import what they need when they run, so that help is quick and needs neither torch nor vLLM.
 """
 
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 from py_kvcache import __version__
 from py_kvcache.errors import ConfigError
 from py_kvcache.tools.terminal import (
+    EXIT_CODES,
     GOOD,
     PROBLEM,
     answer,
@@ -33,7 +33,6 @@ from py_kvcache.tools.terminal import (
 )
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-_EXITS = "\n\nExit codes: 0 good, 1 problem found, 2 usage, 3 root unusable."
 
 _TOOLS = {
     "doctor": "tools.doctor", "inspect": "tools.inspection", "verify": "tools.verify_report",
@@ -77,7 +76,7 @@ def _schema_of(error: Exception) -> str:
 app = typer.Typer(
     name="py-kvcache",
     cls=_Commands,
-    help="Tools for a py-kvcache root: the folder in which vLLM keeps KV blocks as files." + _EXITS,
+    help="Tools for a py-kvcache root: the folder in which vLLM keeps KV blocks as files.\n\n" + EXIT_CODES,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -88,7 +87,9 @@ app = typer.Typer(
 
 def _not_empty(value: str) -> str:
     if not value:  # else it would be the current folder
-        raise typer.BadParameter("it is empty; give the folder of the cache, or set PY_KVCACHE_ROOT")
+        raise typer.BadParameter(
+            "it is missing or empty; give the folder of the cache, or set PY_KVCACHE_ROOT"
+        )
     return value
 
 
@@ -127,11 +128,12 @@ def _main(
     epilog="Examples:\n\n`py-kvcache doctor /cache`\n\n"
     "`kubectl exec my-vllm-0 -- python -m py_kvcache doctor --json` (root from PY_KVCACHE_ROOT)"
 )
-def doctor(root: Root, as_json: Json = False) -> None:
-    """Tell what file system, kernel and CPU allow, what will be used, and how to get the faster way.
+def doctor(root: Root = "", as_json: Json = False) -> None:
+    """Tell what file system, kernel, CPU and GPU allow, what will be used, and how to get the faster way.
 
     Tries for real, in a folder under ROOT that it removes again: io_uring (in a child process), direct I/O,
-    link, rename, times, permissions. A slower way is no problem; being unable to store is one.
+    link, rename, times, permissions. A slower way is no problem, nor is a volume mounted read-only; being
+    unable to store on any other is one.
     """
     from py_kvcache.tools import doctor as tool
     from py_kvcache.tools import doctor_view
@@ -146,7 +148,7 @@ def doctor(root: Root, as_json: Json = False) -> None:
     epilog="Examples:\n\n`py-kvcache inspect /cache`\n\n`py-kvcache inspect /cache --namespace '*Llama*'`\n\n"
     "`py-kvcache inspect /cache --json | jq '.namespaces[] | {model, blocks, bytes}'`"
 )
-def inspect(root: Root, namespace: Namespace = "", as_json: Json = False) -> None:
+def inspect(root: Root = "", namespace: Namespace = "", as_json: Json = False) -> None:
     """List namespaces, blocks, bytes, ages, temporaries and what is not ours. Reads no block."""
     from py_kvcache.tools import inspection as tool
     from py_kvcache.tools import inspection_view
@@ -164,7 +166,7 @@ def inspect(root: Root, namespace: Namespace = "", as_json: Json = False) -> Non
     "`py-kvcache verify /cache --delete --json > report.json`"
 )
 def verify(
-    root: Root,
+    root: Root = "",
     namespace: Namespace = "",
     limit: Annotated[int, typer.Option(min=0, help="Check that many blocks at most; 0 = all.")] = 0,
     delete: Annotated[
@@ -227,7 +229,7 @@ def _numbers(text: str) -> list[int]:
     "`py-kvcache bench io --root /cache --sizes 28 --rounds 3 --json`",
 )
 def bench_io(
-    root: BenchRoot,
+    root: BenchRoot = "",
     sizes: Annotated[str, typer.Option(metavar="MIB,...", help="File sizes in MiB.")] = "1,4,28",
     depth: Annotated[int, typer.Option(min=2, max=1024, help="Reads or writes in flight.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Passes of ours and of fio, alternating.")] = 5,
@@ -257,7 +259,7 @@ def bench_io(
     "`py-kvcache bench metadata --root /cache --processes 1,4,16 --json`",
 )
 def bench_metadata(
-    root: BenchRoot,
+    root: BenchRoot = "",
     files: Annotated[
         str, typer.Option(metavar="N,...", help="Numbers of files at which to measure, ascending.")
     ] = "10000,100000,1000000",
@@ -300,12 +302,12 @@ def _object(text: str, option: str) -> dict[str, Any]:
     '`py-kvcache bench serve --model DIR --root /cache --engine \'{"dtype": "float16"}\' --out results`',
 )
 def bench_serve(
-    root: BenchRoot,
     model: Annotated[
         str,
         typer.Option(metavar="DIR", help="Folder of the model; config.json alone gives random weights."),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder for serve.json, logs and pictures.")],
+    root: BenchRoot = "",
     systems: Annotated[
         str, typer.Option(metavar="NAME,...", help="Systems, with options as NAME:option=value+option=value.")
     ] = "recompute,prefix-cache,vllm-cpu-offload,vllm-fs-tier,lmcache,py-kvcache,floor",

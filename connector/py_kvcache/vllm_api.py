@@ -39,6 +39,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from py_kvcache import SUPPORTED_VLLM
 from py_kvcache.errors import UnsupportedError
 from py_kvcache.metrics import ALL, Kind, Samples
 
@@ -62,8 +63,6 @@ __all__ = [
     "SupportsHMA",
     "TransferResult",
 ]
-
-SUPPORTED = ((0, 26), (0, 34))  # from, below
 
 # Groups whose blocks hold plain keys and values of every token, so that a prefix is a prefix.
 _FULL_ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -173,7 +172,7 @@ def _spec_names(kv_cache_config: Any) -> list[list[str]]:
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> str | None:
     """One sentence that names the setting we do not serve, and the way out; None if all is well."""
     version = vllm_version()
-    if not SUPPORTED[0] <= (version.major, version.minor) < SUPPORTED[1]:
+    if not SUPPORTED_VLLM[0] <= (version.major, version.minor) < SUPPORTED_VLLM[1]:
         return f"vLLM {version.text} is not supported; use 0.26 to 0.33"
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
@@ -335,5 +334,5 @@ def is_idle(scheduler_output: Any) -> bool:
 def check_supported_version() -> None:
     """Raise when this vLLM is outside the window; used by the tools that start engines."""
     version = vllm_version()
-    if not SUPPORTED[0] <= (version.major, version.minor) < SUPPORTED[1]:
+    if not SUPPORTED_VLLM[0] <= (version.major, version.minor) < SUPPORTED_VLLM[1]:
         raise UnsupportedError(f"vLLM {version.text} is not supported; install vllm>=0.26,<0.34")

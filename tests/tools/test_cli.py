@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from py_kvcache import __version__
 from py_kvcache.cli import app
+from py_kvcache.tools.terminal import EXIT_CODES
 
-SOURCE = Path(__file__).parents[2] / "connector"
+REPOSITORY = Path(__file__).parents[2]
+SOURCE = REPOSITORY / "connector"
 
 
 def cli(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -88,6 +90,25 @@ def test_help_has_examples_and_exit_codes(command: list[str]) -> None:
     done = cli(*command, "--help", COLUMNS="120")
     assert done.returncode == 0
     assert ("Examples" if command else "Exit codes") in done.stdout
+
+
+def test_help_readme_and_operations_list_the_same_exit_codes() -> None:
+    def words(text: str) -> str:
+        return " ".join(text.replace("│", " ").split())
+
+    assert EXIT_CODES in words(cli("--help", COLUMNS="120").stdout)
+    for name in ("README.md", "docs/operations.md"):
+        assert EXIT_CODES in words((REPOSITORY / name).read_text()), name
+
+
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["inspect"], ["verify"], ["bench", "io"], ["bench", "metadata"],
+                ["bench", "serve", "--model", "m", "--out", "o"]],
+)  # fmt: skip
+def test_a_missing_root_names_the_variable_that_may_give_it(command: list[str]) -> None:
+    done = cli(*command, COLUMNS="200")
+    assert done.returncode == 2
+    assert "PY_KVCACHE_ROOT" in done.stderr
 
 
 def test_the_version_is_that_of_the_package() -> None:

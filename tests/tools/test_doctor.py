@@ -81,7 +81,7 @@ def test_a_root_that_is_no_folder_is_one_sentence(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_root_that_cannot_be_written_serves_loads_only_and_is_a_problem(
+def test_a_root_that_cannot_be_written_serves_loads_only_and_is_a_problem_unless_mounted_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     real = os.mkdir
@@ -94,7 +94,9 @@ def test_a_root_that_cannot_be_written_serves_loads_only_and_is_a_problem(
     monkeypatch.setattr(os, "mkdir", refuse)
     monkeypatch.setattr(doctor, "probe_direct", lambda *_: DirectProbe(False, "no", code))
     report = doctor.examine(str(tmp_path))
-    assert (report.mode, report.is_good, report.io, report.publish) == ("loads only", False, "direct", "")
+    # A volume mounted read-only is a choice, and fine for a replica that only reads.
+    good = code == errno.EROFS
+    assert (report.mode, report.is_good, report.io, report.publish) == ("loads only", good, "direct", "")
     assert found(report, "permissions").remedy
     assert "loads only" in text_of(report)
 
@@ -267,11 +269,32 @@ def test_a_real_overlay_read_only_or_not_is_examined(tmp_path: Path, mode: str) 
         subprocess.run(["umount", root], check=True)
     assert found(report, "file system").data["type"] == "overlay"
     if mode == "ro":
+        assert not {"rw"} & set(found(report, "file system").data["options"])
         assert "read-only" in found(report, "permissions").text
     assert (report.mode, report.is_good) == {
         "rw": ("loads and stores", True),
-        "ro": ("loads only", False),
+        "ro": ("loads only", True),
     }[mode]
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_a_file_system_of_the_kernels_own_is_no_place_for_a_cache(folder: str) -> None:
+    report = doctor.examine(folder)
+    assert not report.is_good
+    assert "no place for files" in found(report, "file system").remedy
+
+
+def test_a_relative_root_is_told_as_vllm_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").mkdir()
+    report = doctor.examine("cache")
+    assert report.is_good
+    assert f'"root": "{tmp_path}/cache"' in found(report, "root").remedy
+
+
+def test_modes_are_octal_text_as_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PY_KVCACHE_DIR_MODE", "0750")
+    assert doctor.examine(str(tmp_path)).to_json()["settings"]["dir_mode"] == "0750"
 
 
 # ---- mounts
@@ -400,7 +423,7 @@ def test_the_alignment_tried_is_the_one_used(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_root_that_is_not_there_is_a_note_since_its_volume_may_not_be_mounted(tmp_path: Path) -> None:
-    missing = doctor._root_check(str(tmp_path / "missing"), existed=False)
+    missing = doctor._root_check(str(tmp_path / "missing"), str(tmp_path / "missing"), existed=False)
     assert missing.status is Status.NOTE
     assert "mount it first" in missing.remedy
-    assert doctor._root_check(str(tmp_path), existed=True).status is Status.OK
+    assert doctor._root_check(str(tmp_path), str(tmp_path), existed=True).status is Status.OK

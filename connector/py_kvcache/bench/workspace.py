@@ -89,7 +89,11 @@ def workspace(root: str, need_bytes: int, need_files: int = 0) -> Iterator[str]:
     name = f"{_PREFIX}.{safe_hostname(socket.gethostname())}.{os.getpid()}.{secrets.token_hex(4)}"
     folder = os.path.join(os.path.abspath(root), name)
     try:
-        os.mkdir(folder, 0o700)
+        try:
+            os.mkdir(folder, 0o700)
+        except OSError as error:
+            text = f"cannot be written to ({error.strerror}): give a folder on the same volume that can be"
+            raise RootError(error.errno or 0, text, root) from error
         lock = _lock(folder)
         try:
             yield folder

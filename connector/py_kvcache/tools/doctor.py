@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from py_kvcache import layout
 from py_kvcache.errors import ConfigError, RootError
-from py_kvcache.tools import doctor_fs, doctor_host
+from py_kvcache.tools import doctor_engine, doctor_fs, doctor_host
 from py_kvcache.tools.checks import FULL, Check, Status
 from py_kvcache.tools.mounts import mount_of
 from py_kvcache.tools.show import errno_text
@@ -60,7 +60,7 @@ class DoctorReport:
             "root": self.root,
             "good": self.is_good,
             "will_use": {"ring": self.ring, "io": self.io, "mode": self.mode, "publish": self.publish},
-            "settings": self.settings._asdict(),
+            "settings": {**self.settings._asdict(), "dir_mode": f"{self.settings.dir_mode:04o}"},
             "checks": [c.to_json() for c in self.checks],
             "faster": self.faster,
         }
@@ -77,13 +77,13 @@ def examine(root: str) -> DoctorReport:
         raise ConfigError("ROOT is empty; give the folder of the cache, or set PY_KVCACHE_ROOT")
     if "\0" in root:
         raise RootError(errno.EINVAL, "not a path", root)
-    root = os.path.abspath(root)
+    given, root = root, os.path.abspath(root)
     settings, complaint = _settings(root)
     report = DoctorReport(root, settings)
     if complaint is not None:
         report.checks.append(complaint)
     with _root_folder(root) as existed:
-        report.checks.append(_root_check(root, existed))
+        report.checks.append(_root_check(root, given, existed))
         report.checks += doctor_fs.check_mount(mount_of(root))
         report.checks += doctor_fs.check_space(root, settings.store_stop_at)
         _examine_inside(report, root)
@@ -113,6 +113,7 @@ def _examine_inside(report: DoctorReport, root: str) -> None:
         with tempfile.TemporaryDirectory(dir=_where_there_is_space()) as elsewhere:
             ring = probe_ring(elsewhere)
     report.checks += doctor_host.host_checks(ring)
+    report.checks += doctor_engine.engine_checks()
     _conclude(report, ring, direct)
 
 
@@ -205,7 +206,7 @@ def _must_be_usable(root: str) -> None:
         raise RootError(error.errno or 0, text, root) from None
 
 
-def _root_check(root: str, existed: bool) -> Check:
+def _root_check(root: str, given: str, existed: bool) -> Check:
     data = {"existed": existed, "symbolic_link": os.path.islink(root)}
     if not existed:
         return Check(
@@ -217,6 +218,9 @@ def _root_check(root: str, existed: bool) -> Check:
         )
     if os.path.islink(root):
         return Check("root", Status.OK, f"a symbolic link to {os.path.realpath(root)}", data=data)
+    if not os.path.isabs(given):
+        remedy = f'give vLLM the absolute path: "root": "{root}"'
+        return Check("root", Status.NOTE, "exists; the path given here is a relative one", remedy, data)
     return Check("root", Status.OK, "exists", data=data)
 
 
@@ -225,9 +229,8 @@ def _cannot_write(root: str, error: OSError) -> Check:
     data = {"errno": errno.errorcode.get(code, str(code)), "uid": os.geteuid()}
     if code == errno.EROFS:
         remedy = "fine for a replica that only reads; else mount it read-write (readOnly: false)"
-        return Check(
-            "permissions", Status.PROBLEM, "mounted read-only: blocks are loaded, none stored", remedy, data
-        )
+        text = "mounted read-only: blocks are loaded, none stored"
+        return Check("permissions", Status.NOTE, text, remedy, data)
     if code in FULL:
         text = f"the volume is full ({errno_text(code)}): blocks are loaded, none stored"
         remedy = "free space or inodes, or raise the quota; then run this again for what could not be tried"

@@ -21,6 +21,21 @@ from py_kvcache.worker.probe import DirectProbe
 
 _SKEW_S = 5.0
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_OF_THE_KERNEL = frozenset(
+    {
+        "proc",
+        "sysfs",
+        "devtmpfs",
+        "devpts",
+        "cgroup",
+        "cgroup2",
+        "debugfs",
+        "tracefs",
+        "securityfs",
+        "bpf",
+        "mqueue",
+    }
+)
 
 
 @contextmanager
@@ -50,7 +65,9 @@ def check_mount(mount: Mount | None) -> Iterator[Check]:
         "options": list(mount.options), "network": mount.is_network,
     }  # fmt: skip
     status, remedy = Status.OK, ""
-    if mount.fstype == "overlay":
+    if mount.fstype in _OF_THE_KERNEL:
+        status, remedy = Status.PROBLEM, "the kernel's own, no place for files: give a folder of a volume"
+    elif mount.fstype == "overlay":
         status = Status.NOTE
         remedy = "the container's own layer: lost with the container and shared with nobody; mount a volume"
     elif mount.fstype in IN_MEMORY:

@@ -48,6 +48,8 @@ def parse_mountinfo(text: str) -> list[Mount]:
         if not separator or len(left) < _FIELDS_BEFORE or len(right) < 2:
             continue
         options = left[5].split(",") + (right[2].split(",") if len(right) > 2 else [])
+        if "ro" in options:  # the file system and each of its mounts have a say
+            options = [option for option in options if option != "rw"]
         mounts.append(
             Mount(_plain(left[4]), right[0], _plain(right[1]), left[2], tuple(dict.fromkeys(options)))
         )

@@ -24,6 +24,11 @@ from py_kvcache.tools.show import counted, errno_text, human_bytes, printable
 GOOD, PROBLEM, USAGE, ROOT_UNUSABLE, INTERRUPTED = 0, 1, 2, 3, 130
 CLOSED_PIPE = 128 + signal.SIGPIPE
 _PIPE_WIDTH = 200
+# The one wording, also of README and docs/operations.md.
+EXIT_CODES = (
+    "Exit codes: 0 good, 1 problem found, 2 usage, 3 root unusable, 128 + N ended by signal N "
+    "(130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 141 the reader of a pipe has left)."
+)
 
 
 class _OutputError(Exception):
@@ -247,6 +252,8 @@ def show_measurements(report: Mapping[str, Any], console: Console) -> None:
             console.print(table)
     for text in report.get("below_target", []):
         console.print(f"[red]below target:[/] {escape(text)}", highlight=False)
+    if report.get("below_target"):
+        console.print("One run on a busy machine says little: repeat it, with more --rounds and --seconds.")
 
 
 def _is_records(value: object) -> bool:
