@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -9,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import demo
-from report import Asked, Outcome
+from report import Asked, Outcome, show
 from server import Answer, Server, ServerError, transfer_config
 
 
@@ -128,3 +130,43 @@ def test_a_failed_demo_shows_our_own_trouble_however_much_the_server_logged_sinc
 def test_the_transfer_config_is_what_the_readme_shows():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert transfer_config(Path("/cache")).replace(" ", "") in readme.replace(" ", "").replace("\n", "")
+
+
+def test_a_long_step_shows_signs_of_life_where_output_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(demo, "SIGN_OF_LIFE_EVERY_S", 0.01)
+    out = io.StringIO()
+
+    def work() -> bool:
+        end = time.monotonic() + 30
+        while out.getvalue().count("starting ... 0 s") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return time.monotonic() < end
+
+    assert demo.Progress(Console(file=out, width=200), 1).run("starting", work)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "[ 1/1] starting ..."
+    assert lines[-1].startswith("[ 1/1] starting: done")
+
+
+def test_signs_of_life_end_with_a_step_that_fails(monkeypatch):
+    monkeypatch.setattr(demo, "SIGN_OF_LIFE_EVERY_S", 0.01)
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        demo.Progress(Console(file=io.StringIO()), 1).run("dividing", lambda: 1 // 0)
+    assert threading.active_count() == before
+
+
+def test_what_vllms_own_memory_answered_gets_no_factor_in_the_table():
+    seen = outcome(asked(ttft=0.5, from_files=2816, loaded=1))
+    seen.second = Asked(Answer("Petrel.", 0.05, 0.1, 2992), 0, 2900, 0)
+    out = io.StringIO()
+    show(Console(file=out, width=80), seen, ("?", "?"))
+    assert "2.0x" in out.getvalue()
+    assert "20.0x" not in out.getvalue()
+    assert "(vLLM's own memory)" in out.getvalue()
+    assert "…" not in out.getvalue(), "the table fits into 80 columns"
+
+
+def test_servers_are_ended_in_order(tmp_path):
+    command = Server(tmp_path, tmp_path / "log")._command
+    assert int(command[command.index("--shutdown-timeout") + 1]) > 0

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as N
 from typing import Any
@@ -18,15 +19,12 @@ pytest.importorskip("vllm", reason="the namespace reads vLLM's configuration thr
 
 import torch
 
-from py_kvcache import namespace, vllm_api
-from py_kvcache.errors import UnsupportedError
+from py_kvcache import identity, namespace, vllm_api
+from py_kvcache.identity import display_name
 from py_kvcache.layout import parse_namespace_dir
 from py_kvcache.namespace import (
     Spaces,
-    adapter_identity,
-    display_name,
     engine_facts,
-    model_identity,
     tensor_marks,
 )
 
@@ -143,6 +141,26 @@ def set_group(**values: Any) -> Callable[[Engine], None]:
     return lambda engine: engine.kv.kv_cache_groups[0].__dict__.update(values)
 
 
+@dataclass
+class LoRAConfig:
+    """As much of vLLM's as tells two apart."""
+
+    lora_dtype: str = "auto"
+    target_modules: list[str] | None = None
+    default_mm_loras: dict[str, str] | None = None
+    max_loras: int = 1
+    max_cpu_loras: int = 1
+
+
+def set_lora(**values: Any) -> Callable[[Engine], None]:
+    return lambda engine: setattr(engine.config, "lora_config", LoRAConfig(**values))
+
+
+def set_foreign_code(engine: Engine) -> None:
+    set_hf(auto_map={"AutoModelForCausalLM": "org/code--modeling.Model"})(engine)
+    set_model(trust_remote_code=True, code_revision="c" * 40)(engine)
+
+
 def grow(engine: Engine) -> None:
     path = engine.folder / "model.safetensors"
     path.write_bytes(path.read_bytes() + b"\0")
@@ -203,8 +221,11 @@ DIFFERENT: dict[str, Callable[[Engine], None]] = {
     "draft model": set_spec(model="other"),
     "draft length": set_spec(num_speculative_tokens=4),
     "speculative method": set_spec(method="mtp"),
-    "LoRA switched on": lambda engine: setattr(engine.config, "lora_config", N()),
-    "type of LoRA weights": lambda engine: setattr(engine.config, "lora_config", N(lora_dtype="bf16")),
+    "LoRA switched on": set_lora(),
+    "type of LoRA weights": set_lora(lora_dtype="bf16"),
+    "modules that LoRA applies to": set_lora(target_modules=["o_proj"]),
+    "adapters that come with media": set_lora(default_mm_loras={"audio": "/a"}),
+    "code of another repository": set_foreign_code,
     "longest request": set_model(max_model_len=8192),
     "longest request fitted to the memory": set_model(original_max_model_len=-1),
     "Llama 4's temperature": set_model(override_generation_config={"attn_temperature_tuning": True}),
@@ -295,12 +316,37 @@ def test_pythons_version_counts_for_hashes_of_pickles_only(
     assert (engine.name() != before) is differs
 
 
-def test_vllms_minor_version_counts_and_its_patch_does_not(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_vllms_whole_version_counts_but_not_what_it_was_built_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     names = []
-    for text in ("0.32.0", "0.32.1", "0.33.0"):
+    for text in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.33.0"):
         monkeypatch.setattr(vllm_api.vllm, "__version__", text)
         names.append(engine.name())
-    assert names[0] == names[1] != names[2]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize("what", ["transformers", "plugin"])
+def test_other_software_in_the_process_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str):
+    before = engine.name()
+    if what == "transformers":
+        real = identity.metadata.version
+        monkeypatch.setattr(
+            identity.metadata, "version", lambda name: "9" if name == "transformers" else real(name)
+        )
+    else:
+        point = N(name="p", value="a:b", dist=N(name="my-plugin", version="1"))
+        monkeypatch.setattr(identity.metadata, "entry_points", lambda group: [point])
+    assert engine.name() != before
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_cpu_loras"])
+def test_how_many_adapters_are_kept_does_not_count(engine: Engine, name: str):
+    set_lora()(engine)
+    before = engine.name()
+    set_lora(**{name: 4})(engine)
+    assert engine.name() == before
 
 
 def test_two_processes_find_the_same_name(engine: Engine, run_python, tmp_path: Path):
@@ -374,120 +420,11 @@ def test_the_facts_can_be_written_as_json_and_say_what_the_namespace_holds(engin
     assert fields["adapter"] == "adapter"
 
 
-# ---- weights
-
-
 def test_dummy_weights_are_told_apart_by_their_seed(engine: Engine):
     engine.config.load_config.load_format = N(value="dummy")
     before = engine.name()
     engine.config.model_config.seed = 1
     assert engine.name() != before
-
-
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, commit: str, file: str) -> None:
-    """A hub cache in which ``main`` of the repository is this commit."""
-    from huggingface_hub import constants, file_download
-
-    cache = tmp_path / "hub"
-    repo = cache / f"models--{name.replace('/', '--')}"
-    (repo / "refs").mkdir(parents=True, exist_ok=True)
-    (repo / "refs" / "main").write_text(commit)
-    (repo / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
-    (repo / "snapshots" / commit / file).write_text("{}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(cache), raising=False)
-
-
-@pytest.mark.parametrize("file", ["config.json", "params.json"])
-def test_a_hub_model_is_known_by_the_commit_that_is_in_the_local_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-):
-    found = []
-    for commit in ("a" * 40, "b" * 40):
-        hub(tmp_path, monkeypatch, "org/name", commit, file)
-        found.append(model_identity("org/name", None, "auto", 0))
-    assert found == [{"commit": "a" * 40}, {"commit": "b" * 40}]
-
-
-def test_an_unknown_commit_is_refused_unless_the_revision_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "config.json")
-    with pytest.raises(UnsupportedError, match="--revision as a full commit hash"):
-        model_identity("org/name", "main", "auto", 0)
-    assert model_identity("org/name", "c" * 40, "auto", 0) == {"commit": "c" * 40}
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedError, match="holds no weight files"):
-        model_identity(str(tmp_path), None, "auto", 0)
-
-
-def test_the_hub_caches_own_folder_is_known_by_its_commit_on_every_node(tmp_path: Path):
-    folder = tmp_path / "models--org--name" / "snapshots" / ("d" * 40)
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"x" * 100)
-    assert model_identity(str(folder), None, "auto", 0) == {"commit": "d" * 40}
-
-
-def test_a_revision_chooses_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for commit in ("a" * 40, "b" * 40):
-        hub(tmp_path, monkeypatch, "org/name", commit, "config.json")
-    assert model_identity("org/name", "a" * 40, "auto", 0)["commit"] == "a" * 40
-
-
-# ---- adapters
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    path = tmp_path / "adapter"
-    path.mkdir()
-    (path / "adapter_config.json").write_text('{"r": 8}')
-    (path / "adapter_model.safetensors").write_bytes(b"weights")
-    return path
-
-
-def test_an_adapter_is_known_by_its_content_alone(adapter: Path, tmp_path: Path):
-    before = adapter_identity(str(adapter))
-    os.utime(adapter / "adapter_model.safetensors", ns=(5, 5))
-    (adapter / "README.md").write_text("words")
-    assert adapter_identity(str(adapter)) == before
-    adapter.rename(tmp_path / "elsewhere")
-    assert adapter_identity(str(tmp_path / "elsewhere")) == before
-
-
-@pytest.mark.parametrize(("file", "content"), [("adapter_model.safetensors", b"weightz"),
-                                               ("adapter_config.json", b'{"r": 9}')])  # fmt: skip
-def test_other_weights_or_settings_make_another_adapter(adapter: Path, file: str, content: bytes):
-    before = adapter_identity(str(adapter))
-    (adapter / file).write_bytes(content)
-    assert adapter_identity(str(adapter)) != before
-
-
-def test_a_large_adapter_is_known_by_its_last_byte_too(adapter: Path):
-    path = adapter / "adapter_model.safetensors"
-    found = set()
-    for last in (b"a", b"b"):
-        path.write_bytes(bytes(40 << 20) + last)
-        os.utime(path, ns=(5, 5))
-        found.add(adapter_identity(str(adapter)))
-    assert len(found) == 2
-
-
-def test_a_hub_adapter_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = set()
-    for commit in ("a" * 40, "b" * 40):
-        hub(tmp_path, monkeypatch, "org/adapter", commit, "adapter_config.json")
-        found.add(adapter_identity("org/adapter"))
-    assert len(found) == 2
-
-
-def test_an_adapter_of_which_nothing_is_known_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "adapter_config.json")
-    with pytest.raises(OSError, match="org/adapter"):
-        adapter_identity("org/adapter")
 
 
 # ---- tensors

@@ -140,6 +140,20 @@ def test_request_ids_that_may_come_again_are_named(config: Any, monkeypatch: pyt
     assert "unset it" in reason(config)
 
 
+@pytest.mark.parametrize(
+    ("gigabytes", "prefix_caching", "served"),
+    [(0, False, False), (0, True, True), (4, False, True), (None, False, True)],
+)
+def test_images_that_have_no_hash_are_named(
+    config: Any, gigabytes: int | None, prefix_caching: bool, served: bool
+):
+    media = None if gigabytes is None else N(mm_processor_cache_gb=gigabytes)
+    config.model_config.multimodal_config = media
+    config.cache_config.enable_prefix_caching = prefix_caching
+    assert (reason(config) is None) is served
+    assert served or "mm_processor_cache_gb=0" in reason(config)
+
+
 @pytest.mark.parametrize("where", ["extra", "config"])
 def test_synchronous_loads_are_named(config: Any, where: str):
     transfer = config.kv_transfer_config

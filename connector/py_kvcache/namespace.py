@@ -6,19 +6,16 @@ when in doubt, in. Leaving something in too much costs a cold cache after a chan
 
 from __future__ import annotations
 
-import errno
-import hashlib
+import dataclasses
 import json
 import os
 import platform
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from py_kvcache import vllm_api
-from py_kvcache.errors import UnsupportedError
+from py_kvcache.identity import digest, display_name, foreign_code, model_identity, software
 from py_kvcache.layout import namespace_name
-from py_kvcache.weights import SHARD_ENDINGS, content_mark, weights_mark
 
 SCHEMA = 1
 # The CPU attention backend packs keys for the instruction set that it finds.
@@ -26,91 +23,6 @@ _CPU_FLAGS = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16"}
 )
 _HF_NOISE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
-
-
-_SNAPSHOT = re.compile("models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
-
-
-def digest(fields: Mapping[str, Any]) -> str:
-    """First 16 hex digits of sha256 over the fields as sorted JSON."""
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _commit_of(model: str, revision: str | None, *names: str) -> str | None:
-    """The commit behind a hub name, read from the local hub cache, where vLLM itself found the model.
-
-    Raises:
-        ValueError: not a hub name.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    for name in names:
-        found = try_to_load_from_cache(model, name, revision=revision)
-        if isinstance(found, str) and "snapshots" in (parts := found.split(os.sep)):
-            return parts[parts.index("snapshots") + 1]
-    return None
-
-
-def model_identity(model: str, revision: str | None, load_format: str, seed: int) -> dict[str, Any]:
-    """Which weights these are: a commit, or the marks of local files; dummy weights come from a seed.
-
-    Raises:
-        UnsupportedError: nothing here tells one version of the weights from another.
-    """
-    if load_format == "dummy":
-        return {"dummy_seed": seed}
-    if os.path.exists(model):
-        # Offline, vLLM is given the hub cache's own folder; its commit is the same on every node, the
-        # times of its files are not.
-        if (snapshot := _SNAPSHOT.search(os.path.abspath(model))) is not None:
-            return {"commit": snapshot["commit"]}
-        if marks := weights_mark(model):
-            return {"files": marks}
-        raise UnsupportedError(
-            f"{model} holds no weight files ({', '.join(SHARD_ENDINGS)}), so a change of the weights would "
-            "go unseen; use a local copy or a hub name"
-        )
-    commit = _commit_of(model, revision, "config.json", "params.json")
-    if commit is None and re.fullmatch("[0-9a-f]{40}", revision or ""):
-        commit = revision
-    if commit is None:
-        raise UnsupportedError(
-            f"the commit of {model} is not in the local hub cache, so a change of the weights would go "
-            "unseen; give --revision as a full commit hash, or use a local folder"
-        )
-    return {"commit": commit}
-
-
-def display_name(model: str) -> str:
-    """Name of the model for people, in folder names: no local path, no bare commit hash."""
-    if (snapshot := _SNAPSHOT.search(model)) is not None:
-        return snapshot["repo"].replace("--", "/")
-    return os.path.basename(model.rstrip("/")) if os.path.isabs(model) or os.path.exists(model) else model
-
-
-def adapter_identity(path: str) -> str:
-    """Hash of a LoRA adapter's files; its name and path say nothing about its weights.
-
-    Raises:
-        OSError: the folder cannot be read, or no commit is known for a hub name.
-        ValueError: neither a path nor a hub name.
-    """
-    if not os.path.exists(path):
-        commit = _commit_of(path, None, "adapter_config.json")
-        if commit is None:
-            raise FileNotFoundError(errno.ENOENT, "neither a folder nor in the local hub cache", path)
-        return digest({"adapter": path, "commit": commit})
-    files = [(name, os.path.join(path, name)) for name in sorted(os.listdir(path))]
-    return digest(
-        {
-            "adapter": [
-                [name, content_mark(file)]
-                for name, file in files
-                if name.endswith((*SHARD_ENDINGS, ".json")) and os.path.isfile(file)
-            ]
-        }
-    )
 
 
 def cpu_marks() -> list[str]:
@@ -173,6 +85,18 @@ def _hf_facts(model_config: Any) -> Any:
     return {key: value for key, value in config.to_dict().items() if key not in _HF_NOISE}
 
 
+# Of LoRAConfig: how many adapters are kept, and how kernels are captured.
+_LORA_NOISE = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
+
+
+def _lora_facts(config: Any) -> Any:
+    """All else of vLLM's LoRA settings: which modules they apply to, types, layouts."""
+    if config is None:
+        return None
+    names = (field.name for field in dataclasses.fields(config))
+    return {name: str(getattr(config, name, None)) for name in names if name not in _LORA_NOISE}
+
+
 def _length_facts(model: Any) -> Any:
     """The longest request, which some models look at when they are built.
 
@@ -197,12 +121,20 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
     load = vllm_config.load_config
     load_format = str(getattr(load.load_format, "value", load.load_format))
     spec = vllm_config.speculative_config
-    version = vllm_api.vllm_version()
+    hf_config = _hf_facts(model)
     return {
         "schema": SCHEMA,
-        "engine": f"vllm {version.major}.{version.minor}",
+        # Whole: a patch release may mend what a model computes.
+        "engine": f"vllm {vllm_api.vllm_version().text.partition('+')[0]}",
+        "software": software(),
         "model": display_name(model.model),
-        "weights": model_identity(model.model, model.revision, load_format, model.seed),
+        "weights": model_identity(
+            model.model,
+            model.revision,
+            load_format,
+            model.seed,
+            getattr(getattr(model, "hf_config", None), "_commit_hash", None),
+        ),
         "load": [
             load_format,
             str(getattr(load, "model_loader_extra_config", "")),
@@ -212,10 +144,13 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
             str(getattr(model, name, None))
             for name in ("model_impl", "model_class_overrides", "code_revision")
         ],
+        "foreign_code": foreign_code(hf_config or {}, getattr(model, "code_revision", None))
+        if getattr(model, "trust_remote_code", False)
+        else [],
         "max_model_len": _length_facts(model),
         "temperature_tuning": _temperature_tuning(model),
         "additional_config": str(getattr(vllm_config, "additional_config", "")),
-        "hf_config": digest({"hf": _hf_facts(model)}),
+        "hf_config": digest({"hf": hf_config}),
         "multimodal": str(getattr(model, "multimodal_config", None)),
         "hf_overrides": str(getattr(model, "hf_overrides", "")),
         "quantization": [str(model.quantization), str(getattr(model, "quantization_config", ""))],
@@ -245,9 +180,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
             str(getattr(spec, name, None))
             for name in ("method", "model", "revision", "num_speculative_tokens")
         ],
-        "lora": None
-        if vllm_config.lora_config is None
-        else str(getattr(vllm_config.lora_config, "lora_dtype", "")),
+        "lora": _lora_facts(vllm_config.lora_config),
     }
 
 

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from py_kvcache.metrics import Samples
 from py_kvcache.vllm_api import LoadStoreSpec, OffloadingWorkerMetadata
+
+
+class Adapter(NamedTuple):
+    """The LoRA adapter of a request: vLLM's number for it, its path, and the stamp of its files then."""
+
+    number: int
+    path: str
+    stamp: str
 
 
 class TransferPlan(LoadStoreSpec):  # type: ignore[misc]
@@ -20,14 +28,18 @@ class TransferPlan(LoadStoreSpec):  # type: ignore[misc]
         space: namespace folder (without the rank part) in which the blocks live.
         keys: vLLM's OffloadKeys, block hash and 4-byte big-endian group.
         indices: position of each block in its prefix chain, 0 first.
+        adapter: whose weights the namespace is for; a worker that has others moves nothing.
     """
 
-    def __init__(self, space: str, keys: Sequence[bytes], indices: Sequence[int]) -> None:
+    def __init__(
+        self, space: str, keys: Sequence[bytes], indices: Sequence[int], adapter: Adapter | None = None
+    ) -> None:
         if len(keys) != len(indices):
             raise ValueError(f"{len(keys)} keys but {len(indices)} indices")
         self.space = space
         self.keys = tuple(keys)
         self.indices = tuple(indices)
+        self.adapter = adapter
 
     def __repr__(self) -> str:
         return f"TransferPlan({self.space}, {len(self.keys)} blocks)"

@@ -51,6 +51,8 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> Executor:
         """Worker process, once its KV tensors exist."""
         replicas = vllm_api.replication(self._vllm_config)
+        if self._vllm_config.lora_config is not None:
+            vllm_api.ADAPTERS.begin()
         # In a data-parallel deployment `rank` counts within this engine only.
         rank = self._vllm_config.parallel_config.rank
         self.executor = Executor(

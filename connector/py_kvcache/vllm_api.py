@@ -6,14 +6,15 @@ Each version switch says which release brought the change.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import vllm
-import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -41,6 +42,7 @@ from vllm.v1.kv_offload.base import (
 
 from py_kvcache import SUPPORTED_VLLM
 from py_kvcache.errors import UnsupportedError
+from py_kvcache.identity import adapter_stamp
 from py_kvcache.metrics import ALL, Kind, Samples
 
 __all__ = [
@@ -199,17 +201,29 @@ def _unsupported_engine(vllm_config: Any) -> str | None:
         return "weight transfer changes the weights without telling a connector; serve without it"
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
         return "VLLM_SERVER_DEV_MODE allows weights to change under the cache; unset it"
-    if getattr(vllm.envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):
+    if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("", "0"):
         # An id that comes again in the step after its end: KeyError in _build_store_jobs, or, while we keep
         # the blocks of the ended one, vLLM's assertion on duplicate ids.
         return (
             "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION lets request ids come again, of which vLLM's offloading "
             "scheduler dies; unset it"
         )
+    if _anonymous_media(vllm_config):
+        return (
+            "with mm_processor_cache_gb=0 and prefix caching off vLLM numbers images instead of hashing "
+            "them, so another image would have the same blocks; set either of them"
+        )
     budget = extra_config(vllm_config).get("sync_load_budget_bytes", 0)
     if budget or getattr(vllm_config.kv_transfer_config, "sync_load_budget_bytes", 0):
         return "sync_load_budget_bytes > 0 gives wrong text after a failed load (vLLM 0.33); set it to 0"
     return None
+
+
+def _anonymous_media(vllm_config: Any) -> bool:
+    """Whether block hashes say nothing of the images (vllm/renderers/base.py, _process_mm_uuids)."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    no_cache = media is not None and not getattr(media, "mm_processor_cache_gb", 1)
+    return no_cache and not has_prefix_caching(vllm_config)
 
 
 def _unsupported_groups(kv_cache_config: Any, block_tokens: int, max_model_len: int) -> str | None:
@@ -319,6 +333,57 @@ def store_jobs_of(connector_scheduler: Any, request_ids: set[str]) -> dict[str, 
         if job.is_store and job.req_id in found:
             found[job.req_id].add(job_id)
     return {request_id: frozenset(jobs) for request_id, jobs in found.items()}
+
+
+class AdapterWatch:
+    """Which files' weights this process has under each number of a LoRA adapter.
+
+    vLLM tells no connector when a worker reads an adapter: with its first request, before that by API, again
+    after it was evicted, always whatever lies in its folder then. So the one method that reads them is
+    wrapped, once in a process.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def begin(self) -> None:
+        """Wrap vLLM's method."""
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        load = WorkerLoRAManager._load_adapter
+        if hasattr(load, "__wrapped__"):
+            return
+
+        @functools.wraps(load)
+        def watched(manager: Any, lora_request: Any) -> Any:
+            before = _stamp(lora_request.lora_path)
+            adapter = load(manager, lora_request)
+            # Files that changed while they were read are of no stamp.
+            stamp = before if before == _stamp(lora_request.lora_path) else ""
+            self._loaded[lora_request.lora_int_id] = (weakref.ref(manager), stamp)
+            return adapter
+
+        WorkerLoRAManager._load_adapter = watched
+
+    def made_with(self, number: int) -> str:
+        """Stamp of the weights that blocks computed so far were made with; "" if that is not known."""
+        return self._loaded.get(number, (None, ""))[1]
+
+    def will_use(self, number: int, path: str) -> str:
+        """Stamp of the weights that the next step uses: those in memory, else what lies in the folder now."""
+        manager, stamp = self._loaded.get(number, (lambda: None, ""))
+        holder = manager()
+        return stamp if holder is not None and number in holder.list_adapters() else _stamp(path)
+
+
+def _stamp(path: str) -> str:
+    try:
+        return adapter_stamp(path)
+    except (OSError, ValueError):
+        return ""
+
+
+ADAPTERS = AdapterWatch()
 
 
 def has_prefix_caching(vllm_config: Any) -> bool:

@@ -267,6 +267,13 @@ class Driver:
             json.dump({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": sorted(outputs)}, file)
         return {"ok": True}
 
+    def add_lora(self, lora: list[Any]) -> dict[str, Any]:
+        """What /v1/load_lora_adapter does: the worker reads the files before any request."""
+        from vllm.lora.request import LoRARequest
+
+        name, number, path = lora
+        return {"ok": self.llm.llm_engine.add_lora(LoRARequest(name, number, path))}
+
     def version(self) -> dict[str, Any]:
         import vllm
 

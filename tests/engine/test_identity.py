@@ -205,6 +205,85 @@ def test_the_same_adapter_name_and_path_with_other_weights_finds_nothing(with_lo
     assert after["settled"]["wrong"] == []
 
 
+@pytest.fixture
+def changing(model: str, tmp_path: Path) -> Iterator[tuple[Session, str]]:
+    """An engine with room for one adapter, and the folder of one whose files will change."""
+    (tmp_path / "cache").mkdir()
+    with session({"PYTHONHASHSEED": "0"}) as started:
+        started.call("save_adapter", folder=str(tmp_path / "adapter"), model=model, seed=1)
+        started.call("save_adapter", folder=str(tmp_path / "other"), model=model, seed=9)
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
+        try:
+            started.call("start", **real(model, tmp_path / "cache", **lora))
+        except EngineError as error:
+            if "py-kvcache" in str(error).splitlines()[0]:
+                raise
+            pytest.skip(f"this CPU engine takes no LoRA: {str(error).splitlines()[0]}")
+        yield started, str(tmp_path / "adapter")
+
+
+def cached_and_computed(started: Session, lora: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The answer, after its blocks were stored the answer again, and what is right."""
+    started.generate([PROMPT], lora=lora)
+    started.call("settle")
+    again = started.generate([PROMPT], lora=lora)
+    return again, started.generate([PROMPT], lora=lora, extra_args=OPT_OUT)["tokens"]
+
+
+def test_an_adapter_overwritten_between_its_loading_and_its_first_request_poisons_nothing(
+    changing: tuple[Session, str], model: str
+) -> None:
+    started, folder = changing
+    started.call("add_lora", lora=["run", 1, folder])
+    started.call("save_adapter", folder=folder, model=model, seed=2)
+    old, computed_old = cached_and_computed(started, ["run", 1, folder])
+    assert old["tokens"] == computed_old and old["cached"] == [0], (
+        "nobody knows which files these weights are"
+    )
+    new, computed_new = cached_and_computed(started, ["run", 2, folder])
+    assert new["tokens"] == computed_new != computed_old
+    assert new["cached"] == [CACHED]
+
+
+def test_an_evicted_adapter_whose_files_changed_meanwhile_poisons_nothing(
+    changing: tuple[Session, str], model: str
+) -> None:
+    started, folder = changing
+    first, computed_first = cached_and_computed(started, ["run", 1, folder])
+    assert first["tokens"] == computed_first and first["cached"] == [CACHED]
+    started.generate([PROMPT], lora=["other", 2, str(Path(folder).parent / "other")])
+    started.call("save_adapter", folder=folder, model=model, seed=2)
+    at_once = started.generate([PROMPT], lora=["run", 1, folder])
+    second, computed_second = cached_and_computed(started, ["run", 1, folder])
+    assert at_once["tokens"] == second["tokens"] == computed_second != computed_first
+    assert (at_once["cached"], second["cached"]) == ([0], [CACHED])
+    started.call("save_adapter", folder=folder, model=model, seed=1)
+    back, computed_back = cached_and_computed(started, ["run", 3, folder])
+    assert back["tokens"] == computed_back == computed_first
+    assert back["cached"] == [CACHED], "equal files are the same adapter again"
+
+
+def test_an_adapter_applied_to_other_modules_finds_nothing(model: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    lora, texts = ["run", 1, str(tmp_path / "adapter")], []
+    for chosen in (None, ["o_proj"]):
+        with session({"PYTHONHASHSEED": "0"}) as started:
+            started.call("save_adapter", folder=lora[2], model=model, seed=1)
+            settings = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": chosen}
+            try:
+                started.call("start", **real(model, tmp_path / "cache", **settings))
+            except EngineError as error:
+                if "py-kvcache" in str(error).splitlines()[0]:
+                    raise
+                pytest.skip(f"this CPU engine takes no such LoRA: {str(error).splitlines()[0]}")
+            answer = started.generate([PROMPT], lora=lora)
+            assert answer["cached"] == [0]
+            started.call("settle")
+            assert started.generate([PROMPT], lora=lora, extra_args=OPT_OUT)["tokens"] == answer["tokens"]
+            texts.append(answer["tokens"])
+    assert texts[0] != texts[1]
+
+
 # ---- the seed of the prefix hashes
 
 

@@ -149,6 +149,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             model=given.model, load_format=given.load_format, skip_tokenizer_init=True, enforce_eager=True,
             dtype=given.dtype, max_model_len=given.longest + 256, enable_prefix_caching=True,
             num_gpu_blocks_override=given.blocks, max_num_batched_tokens=2048, seed=0,
+            gpu_memory_utilization=0.4,  # so that text.py can run beside it
             disable_log_stats=False,
             kv_transfer_config={
                 "kv_connector": "PyKvCacheConnector", "kv_connector_module_path": "py_kvcache.connector",

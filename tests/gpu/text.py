@@ -35,6 +35,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         "model": given.model, "load_format": given.load_format, "skip_tokenizer_init": True,
         "enforce_eager": True, "dtype": given.dtype, "max_model_len": 256 * max(blocks) + 512, "seed": 0,
         "num_gpu_blocks_override": given.blocks, "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.4,  # so that soak.py can run beside it
     }  # fmt: skip
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 

@@ -69,7 +69,10 @@ vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
 vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request status
 vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED
 vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens
-vllm.lora.request:LoRARequest                 lora_path lora_int_id load_inplace
+vllm.lora.request:LoRARequest                 lora_path lora_int_id
+vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters
+vllm.config:LoRAConfig                        lora_dtype target_modules max_loras max_cpu_loras
+vllm.config:MultiModalConfig                  mm_processor_cache_gb
 vllm.config:KVTransferConfig                  kv_role kv_connector_extra_config kv_load_failure_policy
 vllm.config:ParallelConfig                    rank tensor_parallel_size pipeline_parallel_size
   prefill_context_parallel_size decode_context_parallel_size
@@ -77,11 +80,14 @@ vllm.config:CacheConfig                       cache_dtype prefix_caching_hash_al
   calculate_kv_scales<0.27 kv_cache_layout>=0.30 enable_prefix_caching
 vllm.config:ModelConfig                       model revision seed dtype quantization hf_config
   hf_overrides use_mla get_total_num_kv_heads multimodal_config quantization_config
-vllm.config:LoadConfig                        load_format model_loader_extra_config
+  max_model_len original_max_model_len override_generation_config try_get_generation_config
+  model_impl model_class_overrides>=0.32 code_revision trust_remote_code
+vllm.config:LoadConfig                        load_format model_loader_extra_config ignore_patterns
 vllm.config:SpeculativeConfig                 method model revision num_speculative_tokens
 vllm.config:CompilationConfig                 static_forward_context
 vllm.config:VllmConfig                        model_config cache_config parallel_config load_config
   lora_config speculative_config compilation_config kv_transfer_config weight_transfer_config
+  additional_config
 """
 
 # Calls that we make: target, then positional arguments in order, then keywords with "=".

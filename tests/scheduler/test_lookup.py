@@ -103,9 +103,34 @@ def test_a_failed_load_is_a_miss_for_30_seconds_and_then_asked_for_again():
 
 def test_the_ban_doubles_with_each_failure_up_to_an_hour():
     index = Index()
-    lengths = [index.load_failed(A, "io", 1_000.0 * n) for n in range(20)]
+    now, lengths = 0.0, []
+    for _ in range(20):
+        lengths.append(index.load_failed(A, "io", now))
+        now += lengths[-1]
     assert lengths[:5] == [30, 60, 120, 240, 480]
     assert lengths[-1] == LONGEST_BAN_S
+
+
+def test_a_block_left_alone_for_twice_its_ban_begins_with_a_short_one_again():
+    index = Index()
+    assert [index.load_failed(A, "missing", now) for now in (0, 30, 90)] == [30, 60, 120]
+    assert index.load_failed(A, "missing", 90 + 120 + 239) == 240
+    assert index.load_failed(A, "missing", 449 + 240 + 480) == 30
+
+
+def test_namespaces_are_listed_while_they_have_blocks_being_stored():
+    index = Index()
+    index.store_began(("a", b"1"), 60)
+    index.store_began(("a", b"1"), 60)
+    index.store_began(("b", b"1"), 10)
+    assert set(index.storing_spaces) == {"a", "b"}
+    index.expire_stores(10)
+    assert index.storing_spaces == ("a",)
+    index.store_ended(("a", b"1"), 11)
+    assert index.storing_spaces == ()
+    index.store_began(("c", b"1"), 60)
+    index.clear()
+    assert index.storing_spaces == ()
 
 
 def test_a_ban_is_stronger_than_a_sighting_and_than_a_store_under_way():

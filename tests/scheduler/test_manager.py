@@ -632,14 +632,64 @@ def test_an_adapter_of_the_same_name_and_path_with_other_weights_has_another_nam
     assert spaces[0] == spaces[2] != spaces[1]
 
 
-def test_an_adapter_loaded_anew_in_place_is_identified_anew(tmp_path: Path):
-    engine, spaces = Engine(tmp_path), []
-    for name, weights in (("a", b"one"), ("b", b"two")):
-        request = engine.admit(name, keys(1), lora=lora(adapter(tmp_path, weights), load_inplace=True))
+def test_an_adapter_is_looked_at_for_each_request_and_read_again_only_if_its_files_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reads: list[str] = []
+    real = module.adapter_identity
+    monkeypatch.setattr(module, "adapter_identity", lambda path: reads.append(path) or real(path))
+    engine, plans = Engine(tmp_path), []
+    for name, weights in (("a", b"one"), ("b", None), ("c", b"two")):
+        folder = adapter(tmp_path, weights) if weights else tmp_path / "adapter"
+        request = engine.admit(name, keys(1), lora=lora(folder))
         run_jobs(engine)
         engine.ask(request)
-        spaces.append(engine.prober.questions.pop().space)
-    assert spaces[0] != spaces[1]
+        plans.append(engine.manager.prepare_load(request.keys, request.context))
+    assert plans[0].space == plans[1].space != plans[2].space
+    assert plans[0].adapter == plans[1].adapter != plans[2].adapter
+    assert plans[0].adapter[:2] == (1, str(tmp_path / "adapter"))
+    assert len(reads) == 2
+
+
+def test_an_adapter_that_changes_while_it_is_read_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder, real = adapter(tmp_path, b"one"), module.adapter_identity
+
+    def read_slowly(path: str) -> str:
+        adapter(tmp_path, b"two")
+        return real(path)
+
+    monkeypatch.setattr(module, "adapter_identity", read_slowly)
+    engine = Engine(tmp_path)
+    request = engine.admit("a", keys(1), lora=lora(folder))
+    run_jobs(engine)
+    assert engine.ask(request) == [MISS]
+    assert engine.store(request) == []
+    assert "changes while it is read" in caplog.text
+
+
+def test_a_plain_requests_plan_names_no_adapter():
+    engine = Engine()
+    request = engine.admit("a", keys(1))
+    found(engine, request, 1)
+    assert engine.manager.prepare_load(request.keys, request.context).adapter is None
+
+
+def test_books_about_adapters_and_namespaces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MOST_SPACES", 3)
+    monkeypatch.setattr(module, "_MOST_ADAPTERS", 3)
+    engine = Engine(tmp_path)
+    names = engine.manager._names
+    for number in range(8):
+        engine.manager.reset_cache()
+        engine.admit(f"b{number}", keys(1), lora=lora(tmp_path / f"gone{number}"))
+        request = engine.admit(f"a{number}", keys(1))
+        run_jobs(engine)
+        engine.ask(request)
+        run_jobs(engine)
+    assert len(names._describe_at) == 3
+    assert len(names._unreadable) == 3
 
 
 @pytest.mark.parametrize("path", ["gone", "no/such/hub/name/at/all"])

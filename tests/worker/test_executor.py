@@ -17,7 +17,7 @@ from py_kvcache import metrics
 from py_kvcache.config import parse_config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import parse_block_path
-from py_kvcache.plan import StepNote, TransferPlan, WorkerReport
+from py_kvcache.plan import Adapter, StepNote, TransferPlan, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorkerMetadata
 from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.executor import (
@@ -285,6 +285,41 @@ def test_a_store_that_cannot_be_submitted_is_a_failed_one(rig: Rig):
     ended, invalid, report = rig.step()
     assert (ended, invalid) == ([9], set())
     assert list(report.failed_stores[9].faults) == list(plan.keys)
+
+
+class HandWatch:
+    """What the worker has of each adapter, set by the test."""
+
+    def __init__(self) -> None:
+        self.made, self.next = "old", "old"
+
+    def made_with(self, number: int) -> str:
+        assert number == 7
+        return self.made
+
+    def will_use(self, number: int, path: str) -> str:
+        assert (number, path) == (7, "/adapter")
+        return self.next
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_blocks_of_an_adapter_move_only_while_the_worker_has_its_weights(kind: str):
+    watch = HandWatch()
+    rig = Rig(adapters=watch)
+    for job, (made, coming) in enumerate((("old", "new"), ("new", "old"))):
+        watch.made, watch.next = made, coming
+        plan = TransferPlan(SPACE, [bytes(36)], (0,), Adapter(7, "/adapter", "old"))
+        if kind == "load":
+            assert rig.executor.submit_load(job, plan, gpu([1, 2, 3, 4]))
+        else:
+            assert rig.executor.submit_store(job, gpu([1, 2, 3, 4]), plan)
+        allowed = (coming if kind == "load" else made) == "old"
+        assert (job in rig.reactor.jobs) is allowed
+        if not allowed:
+            ended, invalid, report = rig.step()
+            assert ended == [job] and invalid == ({1, 2, 3, 4} if kind == "load" else set())
+            failures = report.failed_loads if kind == "load" else report.failed_stores
+            assert failures[job].faults == {plan.keys[0]: "adapter"}
 
 
 def test_when_no_thread_can_be_started_a_submission_still_does_not_raise(rig: Rig):

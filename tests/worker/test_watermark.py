@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_kvcache.worker.watermark import CHECK_EVERY_S, DayBudget, Space, Watermark
+from py_kvcache.worker.watermark import CHECK_EVERY_S, FILES_A_BLOCK, DayBudget, Space, Watermark
 
 USABLE = 1000
 
@@ -43,6 +43,31 @@ def test_inodes_count_like_bytes_where_there_is_a_limit_of_them():
     assert not mark.paused
     mark.look(0, Space(0, USABLE, 95, 0))
     assert not mark.paused
+
+
+def test_inodes_are_counted_between_looks_like_bytes():
+    mark = Watermark(0.9, 0.8)
+    mark.look(0, Space(0, 1 << 40, used_files=10, usable_files=100))
+    # 80 are left below the mark: each block may take three.
+    admitted = 0
+    while mark.admit(1):
+        admitted += 1
+        mark.finish(1, written=admitted % 2 == 0)
+        if admitted % 2:
+            assert mark.admit(1)
+            mark.finish(1, written=False)
+    assert admitted // 2 == 80 // FILES_A_BLOCK
+    assert mark.paused
+
+
+def test_the_volume_is_looked_at_before_a_quarter_of_its_free_inodes_is_used():
+    mark = Watermark(0.9, 0.8)
+    mark.look(0, Space(0, 1 << 40, used_files=10, usable_files=100))
+    blocks = 0
+    while not mark.is_due(0.1, 1):
+        assert mark.admit(1)
+        blocks += 1
+    assert 1 <= blocks <= 80 // FILES_A_BLOCK // 4
 
 
 def test_the_volume_is_looked_at_every_second_and_before_a_quarter_of_the_gap_is_used():

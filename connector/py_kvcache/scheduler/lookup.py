@@ -5,7 +5,7 @@ Pure bookkeeping over (space, key); time is passed in. One instance lives in the
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -45,6 +45,7 @@ class Presence(Enum):
 @dataclass(slots=True)
 class _Ban:
     until: float
+    length: float
     strikes: int
     fault: str
 
@@ -63,12 +64,18 @@ class Index:
         self._banned: OrderedDict[BlockId, _Ban] = OrderedDict()
         self._refused: OrderedDict[BlockId, _Ban] = OrderedDict()
         self._storing: dict[BlockId, _Store] = {}
+        self._storing_in: Counter[str] = Counter()  # blocks being stored, by namespace
         self._max_seen, self._max_banned = max_seen, max_banned
 
     @property
     def storing(self) -> int:
         """Number of blocks being stored."""
         return len(self._storing)
+
+    @property
+    def storing_spaces(self) -> tuple[str, ...]:
+        """Namespaces with blocks being stored."""
+        return tuple(self._storing_in)
 
     def presence(self, block: BlockId, now: float) -> Presence:
         """What to answer for one block; dictionary look-ups only."""
@@ -109,16 +116,28 @@ class Index:
         longest: float,
     ) -> float:
         old = book.pop(block, None)
-        strikes = old.strikes + 1 if old is not None else 1
+        # A block that was left alone for twice its ban may have been evicted and stored many times since.
+        again = old is not None and now < old.until + 2 * old.length
+        strikes = old.strikes + 1 if old is not None and again else 1
         length = min(first * 2.0 ** min(strikes - 1, 16), longest)
-        book[block] = _Ban(now + length, strikes, fault)
+        book[block] = _Ban(now + length, length, strikes, fault)
         while len(book) > self._max_banned:
             book.popitem(last=False)
         return length
 
     def store_began(self, block: BlockId, deadline: float) -> None:
         """This engine has begun to store the block."""
+        if block not in self._storing:
+            self._storing_in[block[0]] += 1
         self._storing[block] = _Store(deadline)
+
+    def _no_longer_storing(self, block: BlockId) -> _Store | None:
+        store = self._storing.pop(block, None)
+        if store is not None:
+            self._storing_in[block[0]] -= 1
+            if not self._storing_in[block[0]]:
+                del self._storing_in[block[0]]
+        return store
 
     def store_failed(self, block: BlockId, fault: str) -> None:
         """One rank did not store its part; remembered until the job ends on all ranks."""
@@ -127,7 +146,7 @@ class Index:
 
     def store_ended(self, block: BlockId, now: float) -> bool:
         """All ranks are done with the block. Returns True if it is stored."""
-        store = self._storing.pop(block, None)
+        store = self._no_longer_storing(block)
         if store is None:
             return False
         if store.failed is not None:
@@ -151,7 +170,7 @@ class Index:
         """Give up stores past their deadline (a worker that never reported); returns them."""
         late = [block for block, store in self._storing.items() if now >= store.deadline]
         for block in late:
-            del self._storing[block]
+            self._no_longer_storing(block)
         return late
 
     def clear(self) -> None:
@@ -160,3 +179,4 @@ class Index:
         self._banned.clear()
         self._refused.clear()
         self._storing.clear()
+        self._storing_in.clear()

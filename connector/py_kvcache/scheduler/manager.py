@@ -86,8 +86,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = RequestState(facts=request, hashes_per_block=self._hashes_per_block)
         lora = getattr(request, "lora_request", None)
         if lora is not None:
-            state.adapter_key = (str(lora.lora_path), int(lora.lora_int_id))
-            self._names.identify(state.adapter_key, again=bool(getattr(lora, "load_inplace", False)))
+            state.adapter = self._names.identify(int(lora.lora_int_id), str(lora.lora_path))
         self._requests[request.request_id] = state
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -154,7 +153,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             return
         state.local_tokens = local_tokens
         if state.space is None:
-            state.space = self._names.space_of(state.adapter_key)
+            state.space = self._names.space_of(state.adapter)
         state.unknown.clear()
         state.deferred = False
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
@@ -176,7 +175,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if space is None:
             return (
                 LookupResult.MISS
-                if state.gave_up or self._names.in_vain(state.adapter_key)
+                if state.gave_up or (state.adapter is not None and state.adapter.in_vain)
                 else self._later(state)
             )
         presence = self._index.presence((space, key), self._now)
@@ -245,7 +244,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         """vLLM: these blocks will be loaded."""
         state = self._requests[req_context.req_id]
         assert state.space is not None, "a load of blocks that no look-up found"
-        return TransferPlan(state.space, tuple(keys), tuple(state.index_of(key) for key in keys))
+        indices = tuple(state.index_of(key) for key in keys)
+        return TransferPlan(state.space, tuple(keys), indices, state.adapter_note)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """vLLM: these blocks were computed. Blocks left out of the answer are never offered again."""
@@ -254,13 +254,14 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         chosen = self._choose_stores(state, keys)
         for key in chosen:
             self._index.store_began((state.space or "", key), self._now + self._config.store_deadline_s)
-        plan = TransferPlan(state.space or "", chosen, [state.index_of(key) for key in chosen])
+        indices = [state.index_of(key) for key in chosen]
+        plan = TransferPlan(state.space or "", chosen, indices, state.adapter_note)
         return PrepareStoreOutput(keys_to_store=list(chosen), store_spec=plan, evicted_keys=[])
 
     def _choose_stores(self, state: RequestState, keys: Collection[bytes]) -> list[bytes]:
         self._take_answers()
         if state.space is None:
-            state.space = self._names.space_of(state.adapter_key)
+            state.space = self._names.space_of(state.adapter)
         if not state.store or state.space is None:
             state.hole = True
             self._drop("opt_out" if not state.store else "not_ready", len(keys))
@@ -296,7 +297,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         """vLLM: a store job ended on all ranks; failures came before, with note_report()."""
         state = self._requests.get(req_context.req_id)
         # A request that is gone says no more where its blocks were; only one of a few names has them.
-        spaces = (state.space,) if state is not None and state.space else self._names.used
+        spaces = (state.space,) if state is not None and state.space else self._index.storing_spaces
         now = self._clock()
         for key in keys:
             for space in spaces:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from py_kvcache.config import Config
+from py_kvcache.identity import adapter_identity, adapter_stamp
 from py_kvcache.layout import write_config
-from py_kvcache.namespace import Spaces, adapter_identity
+from py_kvcache.namespace import Spaces
+from py_kvcache.plan import Adapter
 from py_kvcache.scheduler.probe import Prober
 
 logger = logging.getLogger("vllm.py_kvcache.names")
 
-AdapterKey = tuple[str, int]  # path and vLLM's number of a LoRA adapter
-
-UNREADABLE = "unreadable"
 DESCRIBE_AGAIN_S = 60.0  # a full or read-only volume may be better then
+_MOST_ADAPTERS = 1024
+_MOST_SPACES = 4096
+
+
+@dataclass(slots=True)
+class AdapterQuestion:
+    """What one request's LoRA adapter is; the answer comes from another thread."""
+
+    number: int
+    path: str
+    identity: str = ""
+    note: Adapter | None = None
+    in_vain: bool = False  # it cannot be read: to wait for the namespace is useless
 
 
 class Names:
@@ -25,63 +40,61 @@ class Names:
 
     def __init__(self, config: Config, spaces: Spaces, prober: Prober) -> None:
         self._config, self._spaces, self._prober = config, spaces, prober
-        self._adapters: dict[AdapterKey, str | None] = {}
-        self._used: set[str] = set()
-        self._described: set[str] = set()  # namespaces whose config.json stands, or never will
-        self._describe_at: dict[str, float] = {}
+        # By path and stamp: files that have not changed are not read again.
+        self._content = functools.lru_cache(_MOST_ADAPTERS)(_stable_identity)
+        self._unreadable: OrderedDict[str, None] = OrderedDict()  # said once each
+        # When to try to write config.json; never again once it stands.
+        self._describe_at: OrderedDict[str, float] = OrderedDict()
 
     def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:
         """The workers described their KV tensors: from now on names are known."""
         if not self._spaces.known:
             self._spaces.set_layouts(layouts)
 
-    @property
-    def used(self) -> tuple[str, ...]:
-        """Every namespace that a request of this engine was in."""
-        return tuple(self._used)
-
     def new_epoch(self) -> None:
         """Fresh names for everybody."""
         self._spaces.new_epoch()
 
-    def space_of(self, adapter_key: AdapterKey | None) -> str | None:
+    def space_of(self, adapter: AdapterQuestion | None) -> str | None:
         """The namespace, None while it is not known."""
-        if not self._spaces.known:
+        if not self._spaces.known or (adapter is not None and adapter.note is None):
             return None
-        adapter = None
-        if adapter_key is not None:
-            adapter = self._adapters.get(adapter_key)
-            if adapter is None or adapter == UNREADABLE:
-                return None
-        name = self._spaces.name(adapter)
-        self._used.add(name)
-        if name not in self._described and time.monotonic() >= self._describe_at.get(name, 0.0):
+        identity = adapter.identity if adapter is not None else None
+        name = self._spaces.name(identity)
+        if time.monotonic() >= self._describe_at.get(name, 0.0):
+            if name not in self._describe_at:
+                logger.info("py-kvcache: namespace %s", name)
             self._describe_at[name] = time.monotonic() + DESCRIBE_AGAIN_S
-            fields = self._spaces.fields(adapter)
+            if len(self._describe_at) > _MOST_SPACES:
+                self._describe_at.popitem(last=False)
+            fields = self._spaces.fields(identity)
             self._prober.run(lambda: self._write_config(name, fields))
         return name
 
-    def in_vain(self, adapter_key: AdapterKey | None) -> bool:
-        """True if waiting for a namespace is useless: the adapter cannot be read."""
-        return adapter_key is not None and self._adapters.get(adapter_key) == UNREADABLE
+    def identify(self, number: int, path: str) -> AdapterQuestion:
+        """Begin to look at a request's adapter: its files may have changed since the last one."""
+        question = AdapterQuestion(number, path)
+        self._prober.run(lambda: self._read_adapter(question))
+        return question
 
-    def identify(self, adapter_key: AdapterKey, again: bool) -> None:
-        """Begin to read an adapter's identity, unless it is known and need not be read ``again``."""
-        known = self._adapters.get(adapter_key, UNREADABLE)
-        if known == UNREADABLE or again:
-            self._adapters[adapter_key] = None
-            self._prober.run(lambda: self._read_adapter(adapter_key))
-
-    def _read_adapter(self, adapter_key: AdapterKey) -> None:
+    def _read_adapter(self, question: AdapterQuestion) -> None:
+        path = question.path
         try:
-            self._adapters[adapter_key] = adapter_identity(adapter_key[0])
+            stamp = adapter_stamp(path)
+            question.identity = self._content(path, stamp)
+            question.note = Adapter(question.number, path, stamp)  # last: the other thread looks at it
+            self._unreadable.pop(path, None)
         except (OSError, ValueError) as error:
-            # Tried again with its next request; until then nothing waits for it.
-            self._adapters[adapter_key] = UNREADABLE
-            logger.warning(
-                "py-kvcache: LoRA adapter %s cannot be read (%s); its requests are not cached",
-                adapter_key[0], error,
-            )  # fmt: skip
+            question.in_vain = True
+            if path not in self._unreadable:
+                logger.warning(
+                    "py-kvcache: LoRA adapter %s cannot be read (%s); its requests are not cached",
+                    path,
+                    error,
+                )
+            self._unreadable[path] = None
+            if len(self._unreadable) > _MOST_ADAPTERS:
+                self._unreadable.popitem(last=False)
 
     def _write_config(self, name: str, fields: dict[str, Any]) -> None:
         config = self._config
@@ -92,4 +105,12 @@ class Names:
             return
         except ValueError as error:
             logger.warning("py-kvcache: config.json of %s is unreadable, remove it: %s", name, error)
-        self._described.add(name)
+        self._describe_at[name] = float("inf")
+
+
+def _stable_identity(path: str, stamp: str) -> str:
+    """Content of an adapter whose files have the stamp. Raises OSError if they change meanwhile."""
+    identity = adapter_identity(path)
+    if adapter_stamp(path) != stamp:
+        raise OSError(f"{path} changes while it is read")
+    return identity

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from py_kvcache import vllm_api
+from py_kvcache.plan import Adapter
+
+if TYPE_CHECKING:
+    from py_kvcache.scheduler.names import AdapterQuestion
 
 PARAMS_KEY = "py_kvcache"
 
@@ -28,7 +32,7 @@ class RequestState:
     hashes_per_block: int
     load: bool = True
     store: bool = True
-    adapter_key: tuple[str, int] | None = None
+    adapter: AdapterQuestion | None = None
     space: str | None = None
     # One question at a time: what was asked, when the request began to wait, what was answered.
     ticket: int | None = None
@@ -45,6 +49,11 @@ class RequestState:
     counted: bool = False
     local_tokens: int = 0
     _positions: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def adapter_note(self) -> Adapter | None:
+        """What the workers compare with what they have loaded."""
+        return None if self.adapter is None else self.adapter.note
 
     def index_of(self, key: bytes) -> int:
         """Position of a block in the request's chain; 0 if the chain does not have it."""

@@ -16,7 +16,14 @@ from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, part_dir
 from py_kvcache.plan import Failures, StepNote, TransferPlan, WorkerReport
-from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
+from py_kvcache.vllm_api import (
+    ADAPTERS,
+    AdapterWatch,
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    OffloadingWorkerMetadata,
+    TransferResult,
+)
 from py_kvcache.worker import assembly
 from py_kvcache.worker.device import regions_of
 from py_kvcache.worker.fileops import FileOps
@@ -39,6 +46,7 @@ HOLD_PATIENCE_S = 0.2
 IDLE_WAIT_S = 0.005
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3
+_MOST_TIDIED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +68,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         writes: bool,
         rank: int = 0,
         build: Callable[..., assembly.Parts] = assembly.build,
+        adapters: AdapterWatch = ADAPTERS,
     ) -> None:
         self._config, self._part, self._writes = config, part, writes
-        self._per_chunk = blocks_per_chunk
+        self._per_chunk, self._adapters = blocks_per_chunk, adapters
         self._parts = build(config, kv_caches, PageMap(regions_of(kv_caches, 0), blocks_per_chunk), rank)
         self._parts.reactor.start()
         self._jobs: dict[int, _Submitted] = {}
@@ -171,6 +180,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
                 # Another rank holds the same bytes and writes them.
                 self._refused.append(JobResult(job_id, kind, (), 0, 0.0))
                 return True
+            if self._has_other_adapter(kind, plan):
+                self._refuse(job_id, kind, plan, blocks, Fault.ADAPTER, "the adapter's files changed")
+                return True
             folder = part_dir(self._config.root_path, plan.space, self._part)
             work = tuple(
                 BlockWork(block_path(folder, key), key, index, chunk)
@@ -185,8 +197,16 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         except Exception as error:
             # The stock worker asserts success, so whatever is wrong becomes a failed job.
             log.exception("py-kvcache: %s job %d could not be submitted", kind.value, job_id)
-            self._refuse(job_id, kind, plan, blocks, error)
+            self._refuse(job_id, kind, plan, blocks, Fault.CANCELLED, str(error))
         return True
+
+    def _has_other_adapter(self, kind: Kind, plan: TransferPlan) -> bool:
+        """Whether this worker's weights of the adapter are not those that the namespace is for."""
+        if plan.adapter is None:
+            return False
+        number, path, stamp = plan.adapter
+        adapters = self._adapters
+        return stamp != (adapters.will_use(number, path) if kind is Kind.LOAD else adapters.made_with(number))
 
     def _chunks(self, plan: TransferPlan, blocks: GPULoadStoreSpec, kind: Kind) -> tuple[Chunk, ...]:
         """The engine blocks of each storage block, in the plan's order."""
@@ -198,12 +218,18 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         return chunks
 
     def _refuse(
-        self, job_id: int, kind: Kind, plan: TransferPlan, blocks: GPULoadStoreSpec, error: Exception
+        self,
+        job_id: int,
+        kind: Kind,
+        plan: TransferPlan,
+        blocks: GPULoadStoreSpec,
+        fault: Fault,
+        detail: str,
     ) -> None:
         if kind is Kind.LOAD:
             self._invalid.update(int(block) for block in blocks.block_ids)
         self._jobs[job_id] = _Submitted(plan, ())
-        failed = BlockError(Fault.CANCELLED, plan.space, detail=str(error))
+        failed = BlockError(fault, plan.space, detail=detail)
         self._refused.append(
             JobResult(job_id, kind, tuple((n, failed) for n in range(len(plan.keys))), 0, 0.0)
         )
@@ -223,6 +249,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         """Once per namespace, in a thread: remove what a dead predecessor on this host left half-written."""
         if not self._writes or not space or space in self._tidied:
             return
+        if len(self._tidied) >= _MOST_TIDIED:
+            self._tidied.clear()  # to do it again is harmless
         self._tidied.add(space)
         self._parts.run_aside(lambda: remove_own_dead_temps(FileOps(), self._config.root_path, space))
 

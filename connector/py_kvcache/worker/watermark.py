@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 CHECK_EVERY_S = 1.0
+FILES_A_BLOCK = 3  # inodes: itself and, where they are new, its two folders
 _HOUR_S = 3600.0
 
 
@@ -45,7 +46,9 @@ class Watermark:
         self.stop_at, self.resume_at = stop_at, resume_at
         self.paused = False
         self.in_flight = 0  # admitted, neither written nor given back
+        self._blocks = 0  # of those in flight
         self._written = 0  # finished since the last look, so perhaps not in it
+        self._written_blocks = 0
         self._space: Space | None = None
         self._looked_at = float("-inf")
 
@@ -58,14 +61,14 @@ class Watermark:
         if self._space is None or self.paused:
             return False
         # Others write to this volume too: trust a quarter of the gap that was seen, no more.
-        return (self._written + self.in_flight + nbytes) * 4 > self._gap(self._space)
+        return self._exceeds(self._space, nbytes, 4)
 
     def look(self, now: float, space: Space | None) -> None:
         """Take in a statvfs answer; None if there was none (what was known before goes on to hold)."""
         self._looked_at = now
         if space is None:
             return
-        self._space, self._written = space, 0
+        self._space, self._written, self._written_blocks = space, 0, 0
         if self.paused:
             self.paused = not self._below(space, self.resume_at)
         else:
@@ -74,20 +77,28 @@ class Watermark:
     def admit(self, nbytes: int) -> bool:
         """Ask for ``nbytes`` (they are then in flight until ``finish``). False: stores are paused."""
         if self.stop_at < 1 and self._space is not None and not self.paused:
-            self.paused = self._written + self.in_flight + nbytes > self._gap(self._space)
+            self.paused = self._exceeds(self._space, nbytes, 1)
         if self.paused:
             return False
         self.in_flight += nbytes
+        self._blocks += 1
         return True
 
     def finish(self, nbytes: int, *, written: bool) -> None:
         """The file of an admitted store is published, or it is gone again."""
         self.in_flight -= nbytes
+        self._blocks -= 1
         if written:
             self._written += nbytes
+            self._written_blocks += 1
 
-    def _gap(self, space: Space) -> int:
-        return int(self.stop_at * space.usable_bytes) - space.used_bytes
+    def _exceeds(self, space: Space, nbytes: int, caution: int) -> bool:
+        """Whether ``caution`` times what was admitted since the last look and one block more is too much."""
+        size = (self._written + self.in_flight + nbytes) * caution
+        if size > int(self.stop_at * space.usable_bytes) - space.used_bytes:
+            return True
+        files = (self._written_blocks + self._blocks + 1) * FILES_A_BLOCK * caution
+        return space.usable_files > 0 and files > int(self.stop_at * space.usable_files) - space.used_files
 
     @staticmethod
     def _below(space: Space, fraction: float) -> bool:

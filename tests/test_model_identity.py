@@ -1,0 +1,229 @@
+"""Which weights and code a model or an adapter has, told without trusting a name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from py_kvcache.errors import UnsupportedError
+from py_kvcache.identity import (
+    adapter_identity,
+    adapter_stamp,
+    code_mark,
+    foreign_code,
+    model_identity,
+)
+
+
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, commit: str, file: str) -> None:
+    """A hub cache in which ``main`` of the repository is this commit."""
+    from huggingface_hub import constants, file_download
+
+    cache = tmp_path / "hub"
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+    (repo / "snapshots" / commit / file).write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(cache), raising=False)
+
+
+@pytest.mark.parametrize("file", ["config.json", "params.json"])
+def test_a_hub_model_is_known_by_the_commit_that_is_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+):
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path, monkeypatch, "org/name", commit, file)
+        found.append(model_identity("org/name", None, "auto", 0))
+    assert found == [{"commit": "a" * 40}, {"commit": "b" * 40}]
+
+
+def test_an_unknown_commit_is_refused_unless_the_revision_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "config.json")
+    with pytest.raises(UnsupportedError, match="--revision as a full commit hash"):
+        model_identity("org/name", "main", "auto", 0)
+    assert model_identity("org/name", "c" * 40, "auto", 0) == {"commit": "c" * 40}
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="holds no weight files"):
+        model_identity(str(tmp_path), None, "auto", 0)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A folder of the hub cache as the hub's client makes it: links to blobs."""
+    repository = tmp_path / "models--org--name"
+    folder = repository / "snapshots" / ("d" * 40)
+    folder.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (repository / "blobs" / name).write_bytes(b"x" * 100)
+        (folder / name).symlink_to(repository / "blobs" / name)
+    return folder
+
+
+def test_the_hub_caches_own_folder_is_known_by_its_commit_on_every_node(snapshot: Path):
+    assert model_identity(str(snapshot), None, "auto", 0) == {"commit": "d" * 40}
+    assert model_identity(f"{snapshot}/", None, "auto", 0) == {"commit": "d" * 40}
+
+
+def test_what_was_saved_below_a_snapshot_is_known_by_its_bytes(snapshot: Path):
+    found = []
+    for name in ("checkpoint-500", "checkpoint-1000"):
+        (snapshot / name).mkdir()
+        (snapshot / name / "model.safetensors").write_bytes(name.encode() * 9)
+        found.append(model_identity(str(snapshot / name), None, "auto", 0))
+    assert "commit" not in found[0]
+    assert found[0] != found[1]
+
+
+def test_a_file_of_a_snapshot_is_known_by_its_bytes(snapshot: Path):
+    for name in ("a.gguf", "b.gguf"):
+        (snapshot / name).write_bytes(name.encode() * 100)
+    first, second = (model_identity(str(snapshot / name), None, "auto", 0) for name in ("a.gguf", "b.gguf"))
+    assert first != second
+
+
+def test_a_snapshot_that_somebody_edited_is_known_by_its_bytes(snapshot: Path):
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").write_bytes(b"y" * 100)
+    assert "commit" not in model_identity(str(snapshot), None, "auto", 0)
+
+
+def test_a_cache_below_a_folder_named_snapshots_tells_commits_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path / "snapshots", monkeypatch, "org/name", commit, "config.json")
+        found.append(model_identity("org/name", None, "auto", 0))
+    assert found == [{"commit": "a" * 40}, {"commit": "b" * 40}]
+
+
+def test_a_hub_model_that_moved_while_the_engine_started_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub(tmp_path, monkeypatch, "org/name", "b" * 40, "config.json")
+    assert model_identity("org/name", None, "auto", 0, "b" * 40) == {"commit": "b" * 40}
+    with pytest.raises(UnsupportedError, match="moved from commit aaaa.* start it again"):
+        model_identity("org/name", None, "auto", 0, "a" * 40)
+
+
+# ---- code
+
+
+def test_code_in_a_models_folder_counts(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    before = model_identity(str(tmp_path), None, "auto", 0)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "modeling_my.py").write_text("one")
+    first = model_identity(str(tmp_path), None, "auto", 0)
+    (tmp_path / "parts" / "modeling_my.py").write_text("two")
+    assert before != first != model_identity(str(tmp_path), None, "auto", 0)
+    assert code_mark(str(tmp_path / "model.safetensors")) == []
+
+
+def test_code_of_another_repository_is_known_by_its_commit_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = {"auto_map": {"AutoConfig": "org/code--conf.C", "AutoTokenizer": ["own.T", None]}}
+    hub(tmp_path, monkeypatch, "org/code", "e" * 40, "conf.py")
+    assert foreign_code(config, None) == [["org/code--conf.C", "e" * 40]]
+    assert foreign_code(config, "f" * 40) == [["org/code--conf.C", "f" * 40]]
+    assert foreign_code({"auto_map": {"AutoConfig": "own.C"}}, None) == foreign_code({}, None) == []
+    with pytest.raises(UnsupportedError, match="--code-revision"):
+        foreign_code({"auto_map": {"AutoConfig": "org/unknown--conf.C"}}, None)
+
+
+def test_a_revision_chooses_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path, monkeypatch, "org/name", commit, "config.json")
+    assert model_identity("org/name", "a" * 40, "auto", 0)["commit"] == "a" * 40
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_text('{"r": 8}')
+    (path / "adapter_model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def test_an_adapter_is_known_by_its_content_alone(adapter: Path, tmp_path: Path):
+    before = adapter_identity(str(adapter))
+    os.utime(adapter / "adapter_model.safetensors", ns=(5, 5))
+    (adapter / "README.md").write_text("words")
+    assert adapter_identity(str(adapter)) == before
+    adapter.rename(tmp_path / "elsewhere")
+    assert adapter_identity(str(tmp_path / "elsewhere")) == before
+
+
+@pytest.mark.parametrize(("file", "content"), [("adapter_model.safetensors", b"weightz"),
+                                               ("adapter_config.json", b'{"r": 9}')])  # fmt: skip
+def test_other_weights_or_settings_make_another_adapter(adapter: Path, file: str, content: bytes):
+    before = adapter_identity(str(adapter))
+    (adapter / file).write_bytes(content)
+    assert adapter_identity(str(adapter)) != before
+
+
+def test_a_large_adapter_is_known_by_its_last_byte_too(adapter: Path):
+    path = adapter / "adapter_model.safetensors"
+    found = set()
+    for last in (b"a", b"b"):
+        path.write_bytes(bytes(40 << 20) + last)
+        os.utime(path, ns=(5, 5))
+        found.add(adapter_identity(str(adapter)))
+    assert len(found) == 2
+
+
+def test_a_hub_adapter_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = set()
+    for commit in ("a" * 40, "b" * 40):
+        hub(tmp_path, monkeypatch, "org/adapter", commit, "adapter_config.json")
+        found.add(adapter_identity("org/adapter"))
+    assert len(found) == 2
+
+
+def test_an_adapter_of_which_nothing_is_known_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "adapter_config.json")
+    with pytest.raises(OSError, match="org/adapter"):
+        adapter_identity("org/adapter")
+
+
+def test_a_stamp_changes_with_any_file_of_the_adapter_whatever_its_times_say(adapter: Path):
+    path = adapter / "adapter_model.safetensors"
+    seen = os.stat(path)
+    before = adapter_stamp(str(adapter))
+    assert adapter_stamp(str(adapter)) == before
+    path.write_bytes(b"weightz")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    later = adapter_stamp(str(adapter))
+    (adapter / "more.safetensors").write_bytes(b"x")
+    assert before != later != adapter_stamp(str(adapter))
+
+
+def test_a_stamp_changes_when_a_link_to_the_adapter_does(adapter: Path, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "current").symlink_to(adapter)
+    before = adapter_stamp(str(tmp_path / "current"))
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").symlink_to(tmp_path / "other")
+    assert adapter_stamp(str(tmp_path / "current")) != before
+
+
+def test_a_tilde_is_the_home_folder(adapter: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(adapter.parent))
+    assert adapter_identity("~/adapter") == adapter_identity(str(adapter))
+    assert adapter_stamp("~/adapter") == adapter_stamp(str(adapter))
