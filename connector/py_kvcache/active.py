@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ def read_settings(vllm_config: Any) -> Config:
     return settings
 
 
+_ANOTHER = 'give another "root" in kv_connector_extra_config or PY_KVCACHE_ROOT'
+
+
 def prepare_root(settings: Config) -> None:
     """Make a missing root whose parent exists. Raises RootError."""
     root = settings.root_path
@@ -49,11 +53,12 @@ def prepare_root(settings: Config) -> None:
     except OSError as error:
         raise RootError(
             error.errno,
-            f"{error.strerror}; mount the volume or make the folder (py-kvcache needs its parent to exist)",
+            f"{error.strerror}; mount the volume or make the folder (py-kvcache needs its parent to exist), "
+            f"or {_ANOTHER}",
             root,
         ) from error
     if not os.path.isdir(root):
-        raise RootError(20, "the cache root is no folder; give one in kv_connector_extra_config", root)
+        raise RootError(errno.ENOTDIR, f"py-kvcache needs a folder; {_ANOTHER}", root)
 
 
 class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]

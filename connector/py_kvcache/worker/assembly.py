@@ -146,8 +146,9 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
         trace=trace,
     )
     log.info(
-        "py-kvcache: %d slots of %d bytes, %s, %s, blocks of %d tokens in %s",
-        plan.slots, slot_bytes, ring.name, "O_DIRECT" if direct else "buffered", config.block_tokens, root,
+        "py-kvcache: %d slots of %.1f MiB (%.0f MiB), %s, %s, blocks of %d tokens in %s",
+        plan.slots, slot_bytes / (1 << 20), plan.slots * slot_bytes / (1 << 20), ring.name,
+        "O_DIRECT" if direct else "buffered", config.block_tokens, root,
     )  # fmt: skip
     return Parts(reactor, device, publisher, checksum, waker, wake_fd, trace, fallbacks)
 
