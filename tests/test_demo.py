@@ -167,6 +167,17 @@ def test_what_vllms_own_memory_answered_gets_no_factor_in_the_table():
     assert "…" not in out.getvalue(), "the table fits into 80 columns"
 
 
-def test_servers_are_ended_in_order(tmp_path):
-    command = Server(tmp_path, tmp_path / "log")._command
+def test_the_server_that_stores_is_ended_in_order(tmp_path, monkeypatch):
+    commands = {}
+
+    def start(server: Server) -> None:
+        commands[server.log.name] = server._command
+        raise ServerError("enough")
+
+    monkeypatch.setattr(Server, "start", start)
+    monkeypatch.setattr(demo, "convert_model", lambda: tmp_path)
+    monkeypatch.setattr(demo, "read_document", lambda *_: ("text", 1, []))
+    with pytest.raises(ServerError, match="enough"):
+        demo.Demo(Console(file=io.StringIO()), tmp_path).run(None, ("?", "?"))
+    command = commands["cold.log"]
     assert int(command[command.index("--shutdown-timeout") + 1]) > 0

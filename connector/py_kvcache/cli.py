@@ -93,6 +93,17 @@ def _not_empty(value: str) -> str:
     return value
 
 
+def _not_empty_or_config(context: typer.Context, value: str) -> str:
+    is_given = _source(context, "root") == "COMMANDLINE"
+    return value if context.params.get("config") is not None and not is_given else _not_empty(value)
+
+
+def _source(context: typer.Context, name: str) -> str:
+    """COMMANDLINE, ENVIRONMENT or DEFAULT; by name, since typer has click's enum or a copy of it."""
+    source = context.get_parameter_source(name)
+    return source.name if source is not None else ""
+
+
 Root = Annotated[
     str,
     typer.Argument(
@@ -126,20 +137,42 @@ def _main(
 
 @app.command(
     epilog="Examples:\n\n`py-kvcache doctor /cache`\n\n"
+    '`py-kvcache doctor --config \'{"root": "/cache", "io_depth": 32}\'` (before vLLM\'s start)\n\n'
     "`kubectl exec my-vllm-0 -- python -m py_kvcache doctor --json` (root from PY_KVCACHE_ROOT)"
 )
-def doctor(root: Root = "", as_json: Json = False) -> None:
+def doctor(
+    context: typer.Context,
+    root: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROOT", envvar="PY_KVCACHE_ROOT", show_envvar=True, callback=_not_empty_or_config,
+            help="Folder of the cache.",
+        ),
+    ] = "",
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", is_eager=True,
+            help="A kv_connector_extra_config to check as vLLM's start would; gives ROOT, too.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Tell what file system, kernel, CPU and GPU allow, what will be used, and how to get the faster way.
 
     Tries for real, in a folder under ROOT that it removes again: io_uring (in a child process), direct I/O,
     link, rename, times, permissions. A slower way is no problem, nor is a volume mounted read-only; being
-    unable to store on any other is one.
+    unable to store on any other is one, and so is a setting that the connector would refuse.
     """
     from py_kvcache.tools import doctor as tool
     from py_kvcache.tools import doctor_view
+    from py_kvcache.tools.doctor_settings import parse_option
 
     with failures(tool.SCHEMA, as_json):
-        report = tool.examine(root)
+        given = parse_option(config) if config is not None else None
+        if given is not None and _source(context, "root") != "COMMANDLINE":
+            root = ""  # in vLLM, too, the config's root is stronger than the environment's
+        report = tool.examine(root, given)
         answer(lambda: tool.as_json(report), as_json, lambda console: doctor_view.show(report, console))
     raise typer.Exit(GOOD if report.is_good else PROBLEM)
 
@@ -309,7 +342,12 @@ def bench_serve(
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder for serve.json, logs and pictures.")],
     root: BenchRoot = "",
     systems: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Systems, with options as NAME:option=value+option=value.")
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            show_default="all",
+            help="Systems, with options as NAME:option=value+option=value.",
+        ),
     ] = "recompute,prefix-cache,vllm-cpu-offload,vllm-fs-tier,lmcache,py-kvcache,floor",
     tokens: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the documents.")] = "10000",
     documents: Annotated[int, typer.Option(min=1, max=1000, help="Documents asked at once.")] = 6,

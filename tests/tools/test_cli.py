@@ -85,6 +85,80 @@ def test_the_root_may_come_from_the_environment(root: Any) -> None:
     assert json.loads(done.stdout)["total"]["blocks"] == 1
 
 
+def test_a_config_gives_the_doctor_its_root_and_is_stronger_than_the_environment(root: Any) -> None:
+    extra = {"root": str(root.path), "ring": "threads"}
+    for config in (extra, {"kv_role": "kv_both", "kv_connector_extra_config": extra}):
+        done = cli("doctor", "--json", "--config", json.dumps(config), PY_KVCACHE_ROOT="/none/none")
+        told = json.loads(done.stdout)
+        assert (done.returncode, told["root"], told["will_use"]["ring"]) == (0, str(root.path), "threads")
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "part"),
+    [
+        ('{"root": "ROOT", "rign": "auto"}', 1, "did you mean 'ring'?"),
+        ('{"rooot": "/cache"}', 1, "did you mean 'root'?"),
+        ("{}", 1, "root is missing"),
+        ('{"root": "/none/none"}', 3, "mount the volume"),
+        ('{"root": "/cache"', 2, "--config is no JSON"),
+        ("", 2, "--config is no JSON"),
+        ("[1]", 2, "no JSON object"),
+        ('{"kv_connector_extra_config": 1}', 2, "no JSON object"),
+    ],
+)
+def test_a_config_that_vllm_would_refuse_is_told_before_its_start(
+    root: Any, config: str, code: int, part: str
+) -> None:
+    done = cli("doctor", "--json", "--config", config.replace("ROOT", str(root.path)))
+    assert done.returncode == code
+    assert part in done.stdout
+    assert json.loads(done.stdout)["good"] is False
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_folder_that_holds_something_else_is_a_problem_and_a_fresh_volume_is_none(
+    root: Any, command: str
+) -> None:
+    (root.path / "lost+found").mkdir()
+    (root.path / ".snapshot").mkdir()
+    assert cli(command, str(root.path)).returncode == 0
+    (root.path / "letters").mkdir()
+    (root.path / "notes.txt").write_text("x")
+    sentence = "no namespace of py-kvcache here, but 2 other entries: is this the cache's root?"
+    done = cli(command, str(root.path))
+    assert done.returncode == 1
+    assert done.stdout.count(sentence) == 1
+    assert "nothing has been stored here" not in done.stdout
+    told = json.loads(cli(command, str(root.path), "--json").stdout)
+    assert told["good"] is False
+    assert sentence in json.dumps(told)
+    root.block(root.namespace())
+    assert cli(command, str(root.path)).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("part", ["", "_r0"])
+def test_a_namespace_in_place_of_the_root_is_told_the_root(root: Any, command: str, part: str) -> None:
+    space = root.namespace()
+    root.block(space)
+    done = cli(command, f"{root.path}/{space}{part}/")
+    assert done.returncode == 3
+    assert f"this is a namespace of the cache; give its parent {root.path}" in done.stderr
+
+
+def test_a_root_that_is_named_like_a_namespace_is_one_all_the_same(root: Any) -> None:
+    named = root.path / root.namespace(digest="ab" * 8, ours=False)
+    named.mkdir()
+    assert cli("inspect", str(named)).returncode == 0
+    (named / root.namespace()).mkdir()
+    assert cli("inspect", str(named)).returncode == 0
+
+
+def test_help_of_bench_serve_says_which_systems_run_by_themselves() -> None:
+    done = cli("bench", "serve", "--help", COLUMNS="80")
+    assert "[default: (all)]" in done.stdout
+
+
 @pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["verify"]])
 def test_help_has_examples_and_exit_codes(command: list[str]) -> None:
     done = cli(*command, "--help", COLUMNS="120")

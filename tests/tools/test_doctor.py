@@ -8,6 +8,7 @@ import io
 import os
 import resource
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from py_kvcache import layout
-from py_kvcache.errors import RootError
+from py_kvcache.errors import KvCacheError, RootError
 from py_kvcache.tools import doctor, doctor_fs, doctor_host, doctor_view
 from py_kvcache.tools.checks import Check, Status
 from py_kvcache.tools.mounts import Mount, find_mount, parse_mountinfo
@@ -146,6 +147,69 @@ def test_settings_of_the_environment_decide_what_is_used(
     monkeypatch.setenv("PY_KVCACHE_DIRECT_IO", "off")
     report = doctor.examine(str(tmp_path))
     assert (report.ring, report.io, report.is_good) == ("threads", "buffered", True)
+
+
+def test_a_config_decides_what_is_used_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PY_KVCACHE_RING", "io_uring")
+    extra = {"root": str(tmp_path), "ring": "threads", "direct_io": "off", "dir_mode": "0750", "fsync": True}
+    report = doctor.examine("", extra)
+    assert (report.root, report.ring, report.io, report.is_good) == (
+        str(tmp_path),
+        "threads",
+        "buffered",
+        True,
+    )
+    assert report.to_json()["settings"]["dir_mode"] == "0750"
+    assert found(report, "settings").status is Status.OK
+    assert "as set: ring=threads" in text_of(report)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({"rign": "threads"}, "did you mean 'ring'?"),
+        ({"ring": "nonsense"}, "'nonsense'"),
+        ({"block_size": 64}, "use block_tokens"),
+        ({"dir_mode": 2775}, "octal"),
+        ({"store_stop_at": 0.5}, "store_resume_at"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_of_a_config_is_a_problem_and_the_rest_is_examined(
+    tmp_path: Path, wrong: dict[str, Any], part: str
+) -> None:
+    report = doctor.examine("", {"root": str(tmp_path), **wrong})
+    assert part in found(report, "settings").text
+    assert not report.is_good
+    assert found(report, "root").status is Status.OK
+
+
+def test_a_relative_root_of_a_config_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = doctor.examine("", {"root": "."})
+    assert "absolute path" in found(report, "settings").text
+    assert not report.is_good
+
+
+@pytest.mark.parametrize("config", [{}, {"root": ""}, {"root": 5}, {"rooot": "/cache"}], ids=str)
+def test_a_config_that_gives_no_root_is_one_sentence(config: dict[str, Any]) -> None:
+    with pytest.raises(KvCacheError, match="root"):
+        doctor.examine("", config)
+
+
+def test_another_root_than_the_configs_is_noted(tmp_path: Path) -> None:
+    report = doctor.examine(str(tmp_path), {"root": "/somewhere/else"})
+    assert report.root == str(tmp_path)
+    assert report.is_good
+    assert "/somewhere/else" in found(report, "settings").text
+
+
+def test_a_config_that_nobody_can_check_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "py_kvcache.config", None)
+    assert doctor.examine(str(tmp_path)).is_good
+    report = doctor.examine("", {"root": str(tmp_path)})
+    assert "pydantic is missing" in found(report, "settings").text
+    assert not report.is_good
 
 
 def test_a_volume_above_the_watermark_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

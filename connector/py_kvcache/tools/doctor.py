@@ -6,29 +6,21 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from py_kvcache import layout
 from py_kvcache.errors import ConfigError, RootError
-from py_kvcache.tools import doctor_engine, doctor_fs, doctor_host
+from py_kvcache.tools import doctor_engine, doctor_fs, doctor_host, doctor_settings
 from py_kvcache.tools.checks import FULL, Check, Status
+from py_kvcache.tools.doctor_settings import Settings
 from py_kvcache.tools.mounts import mount_of
 from py_kvcache.tools.show import errno_text
 from py_kvcache.worker.probe import DirectProbe, RingProbe, choose_direct, probe_direct, probe_ring
 
 SCHEMA = "py-kvcache/doctor/1"
-
-
-class Settings(NamedTuple):
-    """The connector's settings that decide what is used; from the environment, else defaults."""
-
-    ring: str = "auto"
-    direct_io: str = "auto"
-    dir_mode: int = layout.DIR_MODE
-    store_stop_at: float = 0.90
 
 
 @dataclass
@@ -71,17 +63,22 @@ def as_json(report: DoctorReport) -> str:
     return json.dumps(report.to_json(), indent=2)
 
 
-def examine(root: str) -> DoctorReport:
-    """Run all checks. Leaves nothing behind. Raises RootError when the root cannot be used at all."""
+def examine(root: str, config: Mapping[str, Any] | None = None) -> DoctorReport:
+    """Run all checks. Leaves nothing behind. Raises RootError when the root cannot be used at all.
+
+    Args:
+        root: "" takes that of ``config``.
+        config: a kv_connector_extra_config to check as vLLM's start would.
+    """
+    if not root and config is not None:
+        root = doctor_settings.root_of(config)
     if not root:
         raise ConfigError("ROOT is empty; give the folder of the cache, or set PY_KVCACHE_ROOT")
     if "\0" in root:
         raise RootError(errno.EINVAL, "not a path", root)
     given, root = root, os.path.abspath(root)
-    settings, complaint = _settings(root)
-    report = DoctorReport(root, settings)
-    if complaint is not None:
-        report.checks.append(complaint)
+    settings, checks = doctor_settings.read(root, config)
+    report = DoctorReport(root, settings, checks)
     with _root_folder(root) as existed:
         report.checks.append(_root_check(root, given, existed))
         report.checks += doctor_fs.check_mount(mount_of(root))
@@ -141,21 +138,6 @@ def _where_there_is_space() -> str | None:
     usual = tempfile.gettempdir()
     space = os.statvfs(usual)
     return "/dev/shm" if not space.f_bavail and os.access("/dev/shm", os.W_OK) else usual
-
-
-def _settings(root: str) -> tuple[Settings, Check | None]:
-    """What the environment of this process sets: inside a vLLM pod that is what the connector sees."""
-    try:
-        from py_kvcache.config import parse_config
-    except ImportError:
-        # outside a vLLM environment pydantic may be missing; the defaults hold then
-        return Settings(), None
-    try:
-        config = parse_config({"root": root})
-    except ConfigError as error:
-        remedy = "correct the setting (the checks below use the defaults)"
-        return Settings(), Check("settings", Status.PROBLEM, str(error), remedy)
-    return Settings(config.ring, config.direct_io, config.dir_mode, config.store_stop_at), None
 
 
 @contextmanager

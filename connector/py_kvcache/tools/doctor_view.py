@@ -40,7 +40,7 @@ def show(report: DoctorReport, console: Console) -> None:
         console.print("  as far as can be known: the volume is full, and a trial needs space")
     if report.settings.ring != "auto" or report.settings.direct_io != "auto":
         settings = f"ring={report.settings.ring}, direct_io={report.settings.direct_io}"
-        console.print(f"  as set by the environment: {settings}", style="dim")
+        console.print(f"  as set: {settings}", style="dim")
     if report.faster:
         console.print("To get the faster way:")
         for text in report.faster:

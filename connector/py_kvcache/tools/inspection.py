@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from py_kvcache import layout
-from py_kvcache.tools.scan import Clock, Entry, Kind, file_system_clock, opened_root, scan, want_namespaces
+from py_kvcache.tools.scan import (
+    Clock,
+    Entry,
+    Kind,
+    file_system_clock,
+    opened_root,
+    scan,
+    want_namespaces,
+    wrong_root,
+)
 from py_kvcache.tools.show import printable
 from py_kvcache.tools.volume import volume_space
 
@@ -160,11 +169,12 @@ class InspectReport:
     examples: list[dict[str, Any]] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     volume: dict[str, int] = field(default_factory=dict)
+    wrong_root: str = ""  # the sentence of scan.wrong_root()
 
     @property
     def problems(self) -> list[str]:
         """One sentence each; empty means exit code 0."""
-        found = []
+        found = [self.wrong_root] if self.wrong_root else []
         for name, n in sorted(self.errors.items()):
             found.append(f"{n} entries could not be read: {name}")
         for space in self.namespaces.values():
@@ -205,8 +215,9 @@ def inspect_root(
 ) -> InspectReport:
     """Walk the root once. Raises RootError, or ConfigError when no namespace matches."""
     with opened_root(root) as root_fd:
+        strange = wrong_root(root_fd, root)
         want = want_namespaces(root_fd, namespace)
-        report = InspectReport(root, file_system_clock(root_fd), volume=_volume(root_fd))
+        report = InspectReport(root, file_system_clock(root_fd), volume=_volume(root_fd), wrong_root=strange)
         seen = 0
         for seen, entry in enumerate(scan(root_fd, want), 1):
             _take(report, entry)

@@ -31,7 +31,7 @@ def show(report: InspectReport, console: Console) -> None:
     for space in report.namespaces.values():
         console.print()
         _show_space(space, console)
-    if not report.namespaces:
+    if not report.namespaces and not report.wrong_root:
         console.print("No namespace yet: nothing has been stored here, or this is not the cache's root.")
     _show_rest(report, console)
 

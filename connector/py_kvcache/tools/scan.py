@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from py_kvcache import layout
 from py_kvcache.errors import ConfigError, RootError
+from py_kvcache.tools.show import counted
 
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WHAT = {
@@ -126,6 +127,26 @@ def open_parent(root_fd: int, path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def wrong_root(root_fd: int, root: str) -> str:
+    """A sentence if this looks like somebody else's folder, else "". Raises RootError for a part of a cache.
+
+    Hidden entries (trials of our own tools, snapshots) and lost+found are in many a volume's fresh root.
+    """
+    with os.scandir(root_fd) as entries:
+        names = [entry.name for entry in entries]
+    if any(layout.parse_namespace_dir(name) for name in names):
+        return ""
+    path = os.path.realpath(root)
+    if names and layout.parse_namespace_dir(os.path.basename(path)):
+        parent = os.path.dirname(path)
+        raise RootError(errno.EINVAL, f"this is a namespace of the cache; give its parent {parent}", root)
+    others = sum(not name.startswith(".") and name != "lost+found" for name in names)
+    if not others:
+        return ""
+    entries_text = counted(others, "other entry", "other entries")
+    return f"no namespace of py-kvcache here, but {entries_text}: is this the cache's root?"
 
 
 def want_namespaces(root_fd: int, pattern: str) -> Want:

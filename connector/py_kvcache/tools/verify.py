@@ -28,6 +28,7 @@ from py_kvcache.tools.scan import (
     opened_root,
     scan,
     want_namespaces,
+    wrong_root,
 )
 from py_kvcache.tools.verify_report import Progress, VerifyReport
 
@@ -78,6 +79,7 @@ class _Run:
         self, root: str, root_fd: int, pattern: str, report: VerifyReport, progress: Progress
     ) -> None:
         self.root, self.root_fd, self.report, self.progress = root, root_fd, report, progress
+        report.wrong_root = wrong_root(root_fd, root)
         self.want = want_namespaces(root_fd, pattern)
         self.clock = file_system_clock(root_fd)
         self.groups: dict[tuple[str, int, int], _Group] = {}

@@ -47,6 +47,7 @@ class VerifyReport:
     bytes_read: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+    wrong_root: str = ""  # the sentence of scan.wrong_root()
     problems: list[dict[str, Any]] = field(default_factory=list)
     problem_count: int = 0
 
@@ -58,7 +59,7 @@ class VerifyReport:
     def is_good(self) -> bool:
         """True for exit code 0."""
         bad = self.verdicts["damaged"] + self.verdicts["unreadable"] + sum(self.errors.values())
-        return not (bad or self.in_the_way or self.interrupted)
+        return not (bad or self.in_the_way or self.interrupted or self.wrong_root)
 
     def problem(
         self, path: str, verdict: str, detail: str, fault: str = "", code: int = 0, deleted: bool = False
@@ -90,6 +91,7 @@ class VerifyReport:
             "bytes_read": self.bytes_read,
             "seconds": round(self.seconds, 3),
             "interrupted": self.interrupted,
+            "wrong_root": self.wrong_root,
             "problems": self.problems,
             "problems_left_out": self.problem_count - len(self.problems),
         }

@@ -114,7 +114,9 @@ def show(report: VerifyReport, console: Console) -> None:
 
 
 def _show_rest(report: VerifyReport, console: Console) -> None:
-    if not report.blocks and not report.interrupted:
+    if report.wrong_root:
+        console.print(f"[red]problem:[/] {report.wrong_root}", highlight=False)
+    elif not report.blocks and not report.interrupted:
         console.print("No block yet: nothing has been stored here, or this is not the cache's root.")
     if report.unknown:
         kinds = ", ".join(counted(n, what) for what, n in sorted(report.unknown.items()))

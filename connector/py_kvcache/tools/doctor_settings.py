@@ -1,0 +1,89 @@
+"""The settings by which the doctor judges, checked as vLLM's start would check them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from py_kvcache import layout
+from py_kvcache.errors import ConfigError, KvCacheError
+from py_kvcache.tools.checks import Check, Status
+
+_EXTRA = "kv_connector_extra_config"
+
+
+class Settings(NamedTuple):
+    """The connector's settings that decide what is used; from --config, the environment, else defaults."""
+
+    ring: str = "auto"
+    direct_io: str = "auto"
+    dir_mode: int = layout.DIR_MODE
+    store_stop_at: float = 0.90
+
+
+def parse_option(text: str) -> dict[str, Any]:
+    """The value of --config: an extra config, or the --kv-transfer-config around it. Raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f'--config is no JSON: {error}; quote it: --config \'{{"root": "/cache"}}\''
+        ) from None
+    if isinstance(value, dict):
+        value = value.get(_EXTRA, value)
+    if not isinstance(value, dict):
+        raise ConfigError(f"--config is no JSON object; give the value of {_EXTRA}")
+    return value
+
+
+def root_of(config: Mapping[str, Any]) -> str:
+    """Root of an extra config or of the environment. Raises KvCacheError where neither gives one."""
+    root = config.get("root", os.environ.get("PY_KVCACHE_ROOT", ""))
+    if isinstance(root, str) and root:
+        return root
+    _, problem = _parse(config)
+    raise KvCacheError(problem or "the cache root is missing: give ROOT")
+
+
+def read(root: str, config: Mapping[str, Any] | None) -> tuple[Settings, list[Check]]:
+    """Settings from an extra config and this process's environment: a vLLM pod's is the connector's."""
+    if config is None:
+        found, problem = _parse({"root": root})
+        # outside a vLLM environment pydantic may be missing; the defaults hold then
+        checks = []
+    else:
+        found, problem = _parse(config if "root" in config else {**config, "root": root})
+        checks = [_verdict(config, root, found is None and not problem)]
+    if problem:
+        remedy = "correct the setting (the checks below use the defaults)"
+        checks = [Check("settings", Status.PROBLEM, problem, remedy)]
+    if found is None:
+        return Settings(), checks
+    return Settings(found.ring, found.direct_io, found.dir_mode, found.store_stop_at), checks
+
+
+def _parse(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The parsed settings, or None and what is wrong with them; None and "" where pydantic is missing."""
+    try:
+        from py_kvcache.config import parse_config
+    except ImportError:
+        return None, ""
+    try:
+        return parse_config(config), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _verdict(config: Mapping[str, Any], root: str, unread: bool) -> Check:
+    if unread:
+        text = "--config could not be checked: pydantic is missing here"
+        return Check(
+            "settings", Status.PROBLEM, text, "run this in vLLM's environment, or install the extra cli"
+        )
+    own = config.get("root", root)
+    if os.path.abspath(own) != root:
+        text = f"valid, but vLLM would use root {own}, not the ROOT given here"
+        return Check("settings", Status.NOTE, text, "leave ROOT out to examine that one")
+    return Check("settings", Status.OK, "valid: vLLM would take them")
