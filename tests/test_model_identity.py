@@ -38,8 +38,8 @@ def test_a_hub_model_is_known_by_the_commit_that_is_in_the_local_cache(
     found = []
     for commit in ("a" * 40, "b" * 40):
         hub(tmp_path, monkeypatch, "org/name", commit, file)
-        found.append(model_identity("org/name", None, "auto", 0))
-    assert found == [{"commit": "a" * 40}, {"commit": "b" * 40}]
+        found.append(model_identity("org/name", None, "auto", 0)["commit"])
+    assert found == ["a" * 40, "b" * 40]
 
 
 def test_an_unknown_commit_is_refused_unless_the_revision_is_one(
@@ -70,9 +70,27 @@ def snapshot(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_hub_caches_own_folder_is_known_by_its_commit_on_every_node(snapshot: Path):
-    assert model_identity(str(snapshot), None, "auto", 0) == {"commit": "d" * 40}
-    assert model_identity(f"{snapshot}/", None, "auto", 0) == {"commit": "d" * 40}
+def test_the_hub_caches_own_folder_is_the_same_on_every_node(snapshot: Path):
+    before = model_identity(str(snapshot), None, "auto", 0)
+    for name in ("config.json", "model.safetensors"):
+        os.utime(snapshot / name, ns=(7, 7))
+    assert before["commit"] == "d" * 40
+    assert model_identity(f"{snapshot}/", None, "auto", 0) == before
+
+
+def test_it_is_the_same_by_name_and_by_path(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("d" * 40)
+    for module in ("constants", "file_download"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(tmp_path), raising=False)
+    assert model_identity("org/name", None, "auto", 0) == model_identity(str(snapshot), None, "auto", 0)
+
+
+def test_a_file_of_the_cache_that_was_overwritten_through_its_link_is_seen(snapshot: Path):
+    before = model_identity(str(snapshot), None, "auto", 0)
+    (snapshot / "model.safetensors").write_bytes(b"y" * 100)
+    assert (snapshot / "model.safetensors").is_symlink()
+    assert model_identity(str(snapshot), None, "auto", 0) != before
 
 
 def test_what_was_saved_below_a_snapshot_is_known_by_its_bytes(snapshot: Path):
@@ -92,10 +110,28 @@ def test_a_file_of_a_snapshot_is_known_by_its_bytes(snapshot: Path):
     assert first != second
 
 
-def test_a_snapshot_that_somebody_edited_is_known_by_its_bytes(snapshot: Path):
+def test_a_snapshot_that_somebody_edited_is_another(snapshot: Path):
+    before = model_identity(str(snapshot), None, "auto", 0)
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").write_bytes(b"y" * 100)
-    assert "commit" not in model_identity(str(snapshot), None, "auto", 0)
+    assert model_identity(str(snapshot), None, "auto", 0) != before
+
+
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused():
+    with pytest.raises(UnsupportedError, match="neither a local folder nor a hub name"):
+        model_identity("s3://bucket/model", None, "runai_streamer", 0)
+
+
+def test_an_index_without_weights_is_no_weights(tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="holds no weight files"):
+        model_identity(str(tmp_path), None, "runai_streamer", 0)
+
+
+def test_an_adapter_without_weights_is_no_adapter(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(OSError, match="no weights"):
+        adapter_identity(str(tmp_path))
 
 
 def test_a_cache_below_a_folder_named_snapshots_tells_commits_apart(
@@ -104,15 +140,15 @@ def test_a_cache_below_a_folder_named_snapshots_tells_commits_apart(
     found = []
     for commit in ("a" * 40, "b" * 40):
         hub(tmp_path / "snapshots", monkeypatch, "org/name", commit, "config.json")
-        found.append(model_identity("org/name", None, "auto", 0))
-    assert found == [{"commit": "a" * 40}, {"commit": "b" * 40}]
+        found.append(model_identity("org/name", None, "auto", 0)["commit"])
+    assert found == ["a" * 40, "b" * 40]
 
 
 def test_a_hub_model_that_moved_while_the_engine_started_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     hub(tmp_path, monkeypatch, "org/name", "b" * 40, "config.json")
-    assert model_identity("org/name", None, "auto", 0, "b" * 40) == {"commit": "b" * 40}
+    assert model_identity("org/name", None, "auto", 0, "b" * 40)["commit"] == "b" * 40
     with pytest.raises(UnsupportedError, match="moved from commit aaaa.* start it again"):
         model_identity("org/name", None, "auto", 0, "a" * 40)
 

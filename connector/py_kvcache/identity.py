@@ -30,8 +30,8 @@ def digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _commit_of(name: str, revision: str | None, *files: str) -> str | None:
-    """The commit behind a hub name, read from the local hub cache, where vLLM itself found the model.
+def _snapshot_of(name: str, revision: str | None, *files: str) -> tuple[str, str] | None:
+    """Commit and folder behind a hub name, from the local hub cache, where vLLM itself found the model.
 
     Raises:
         ValueError: not a hub name.
@@ -42,14 +42,23 @@ def _commit_of(name: str, revision: str | None, *files: str) -> str | None:
         found = try_to_load_from_cache(name, file, revision=revision)
         snapshot = _SNAPSHOT.search(found) if isinstance(found, str) else None
         if snapshot is not None and snapshot["repo"] == name.replace("/", "--"):
-            return snapshot["commit"]
+            return snapshot["commit"], str(found).removesuffix(file)
     return None
 
 
-def _is_untouched(folder: str) -> bool:
-    """A snapshot as the hub client makes it: all its files are links; who edits one leaves a file."""
-    names = [name for name in os.listdir(folder) if name.endswith((*SHARD_ENDINGS, ".json", ".py"))]
-    return bool(names) and all(os.path.islink(os.path.join(folder, name)) for name in names)
+def _commit_of(name: str, revision: str | None, *files: str) -> str | None:
+    found = _snapshot_of(name, revision, *files)
+    return None if found is None else found[0]
+
+
+def _at_commit(commit: str, folder: str) -> dict[str, Any]:
+    """A commit, and what lies there: a file of the cache that is overwritten stays the link that it was.
+
+    Without times, which differ from node to node.
+    """
+    if not folder:
+        return {"commit": commit}
+    return {"commit": commit, "files": weights_mark(folder, times=False), "code": code_mark(folder)}
 
 
 def model_identity(
@@ -69,17 +78,23 @@ def model_identity(
         return {"dummy_seed": seed}
     if os.path.exists(model):
         # Offline, vLLM is given the hub cache's own folder; its commit is the same on every node, the
-        # times of its files are not. What somebody saved below it or into it has no commit.
+        # times of its files are not. What somebody saved below it has no commit.
         snapshot = _SNAPSHOT.search(os.path.abspath(model))
-        if snapshot is not None and not snapshot["rest"] and _is_untouched(model):
-            return {"commit": snapshot["commit"]}
+        if snapshot is not None and not snapshot["rest"] and weights_mark(model):
+            return _at_commit(snapshot["commit"], model)
         if marks := weights_mark(model):
             return {"files": marks, "code": code_mark(model)}
         raise UnsupportedError(
             f"{model} holds no weight files ({', '.join(SHARD_ENDINGS)}), so a change of the weights would "
             "go unseen; use a local copy or a hub name"
         )
-    commit = _commit_of(model, revision, "config.json", "params.json")
+    try:
+        commit, folder = _snapshot_of(model, revision, "config.json", "params.json") or (None, "")
+    except ValueError:
+        raise UnsupportedError(
+            f"{model} is neither a local folder nor a hub name, so a change of the weights would go unseen; "
+            "use one of these"
+        ) from None
     if commit is None and _COMMIT.fullmatch(revision or ""):
         commit = revision
     if commit is None:
@@ -92,7 +107,7 @@ def model_identity(
             f"{model} moved from commit {config_commit} to {commit} while the engine started, so nobody "
             "knows which weights it has; start it again, or give --revision as a full commit hash"
         )
-    return {"commit": commit}
+    return _at_commit(commit, folder)
 
 
 def code_mark(folder: str) -> list[list[str]]:
@@ -182,7 +197,18 @@ def adapter_identity(path: str) -> str:
     folder = os.path.expanduser(path)
     if not os.path.exists(folder):
         return digest({"adapter": path, "commit": _adapter_commit(path)})
-    return digest({"adapter": [[n, content_mark(os.path.join(folder, n))] for n in _adapter_files(folder)]})
+    names = _adapter_files(folder)
+    if not any(name.endswith(SHARD_ENDINGS) for name in names):
+        raise FileNotFoundError(errno.ENOENT, f"no weights ({', '.join(SHARD_ENDINGS)}) in it", path)
+    return digest({"adapter": [[name, content_mark(os.path.join(folder, name))] for name in names]})
+
+
+def stable_identity(path: str, stamp: str) -> str:
+    """adapter_identity of files that have the stamp (below). Raises OSError if they change meanwhile."""
+    identity = adapter_identity(path)
+    if adapter_stamp(path) != stamp:
+        raise OSError(f"{path} changes while it is read")
+    return identity
 
 
 def adapter_stamp(path: str) -> str:

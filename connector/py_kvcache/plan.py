@@ -14,11 +14,15 @@ from py_kvcache.vllm_api import LoadStoreSpec, OffloadingWorkerMetadata
 
 
 class Adapter(NamedTuple):
-    """The LoRA adapter of a request: vLLM's number for it, its path, and the stamp of its files then."""
+    """The LoRA adapter of a request: vLLM's number and path of it, and what its files were then.
+
+    See identity.py for ``stamp`` and ``identity``.
+    """
 
     number: int
     path: str
     stamp: str
+    identity: str
 
 
 class TransferPlan(LoadStoreSpec):  # type: ignore[misc]

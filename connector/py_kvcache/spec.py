@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from py_kvcache import namespace, vllm_api
+from py_kvcache.adapters import ADAPTERS
 from py_kvcache.config import Config
 from py_kvcache.layout import ALGO_SUMS, ALGORITHMS
 from py_kvcache.scheduler.manager import Manager
@@ -52,7 +53,7 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
         """Worker process, once its KV tensors exist."""
         replicas = vllm_api.replication(self._vllm_config)
         if self._vllm_config.lora_config is not None:
-            vllm_api.ADAPTERS.begin()
+            ADAPTERS.begin(vllm_api.lora_manager_class())
         # In a data-parallel deployment `rank` counts within this engine only.
         rank = self._vllm_config.parallel_config.rank
         self.executor = Executor(

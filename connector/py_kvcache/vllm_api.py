@@ -6,10 +6,8 @@ Each version switch says which release brought the change.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,7 +40,6 @@ from vllm.v1.kv_offload.base import (
 
 from py_kvcache import SUPPORTED_VLLM
 from py_kvcache.errors import UnsupportedError
-from py_kvcache.identity import adapter_stamp
 from py_kvcache.metrics import ALL, Kind, Samples
 
 __all__ = [
@@ -335,55 +332,11 @@ def store_jobs_of(connector_scheduler: Any, request_ids: set[str]) -> dict[str, 
     return {request_id: frozenset(jobs) for request_id, jobs in found.items()}
 
 
-class AdapterWatch:
-    """Which files' weights this process has under each number of a LoRA adapter.
+def lora_manager_class() -> Any:
+    """Whose ``_load_adapter(lora_request)`` is the one way in which a worker reads an adapter."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
-    vLLM tells no connector when a worker reads an adapter: with its first request, before that by API, again
-    after it was evicted, always whatever lies in its folder then. So the one method that reads them is
-    wrapped, once in a process.
-    """
-
-    def __init__(self) -> None:
-        self._loaded: dict[int, tuple[weakref.ref[Any], str]] = {}
-
-    def begin(self) -> None:
-        """Wrap vLLM's method."""
-        from vllm.lora.worker_manager import WorkerLoRAManager
-
-        load = WorkerLoRAManager._load_adapter
-        if hasattr(load, "__wrapped__"):
-            return
-
-        @functools.wraps(load)
-        def watched(manager: Any, lora_request: Any) -> Any:
-            before = _stamp(lora_request.lora_path)
-            adapter = load(manager, lora_request)
-            # Files that changed while they were read are of no stamp.
-            stamp = before if before == _stamp(lora_request.lora_path) else ""
-            self._loaded[lora_request.lora_int_id] = (weakref.ref(manager), stamp)
-            return adapter
-
-        WorkerLoRAManager._load_adapter = watched
-
-    def made_with(self, number: int) -> str:
-        """Stamp of the weights that blocks computed so far were made with; "" if that is not known."""
-        return self._loaded.get(number, (None, ""))[1]
-
-    def will_use(self, number: int, path: str) -> str:
-        """Stamp of the weights that the next step uses: those in memory, else what lies in the folder now."""
-        manager, stamp = self._loaded.get(number, (lambda: None, ""))
-        holder = manager()
-        return stamp if holder is not None and number in holder.list_adapters() else _stamp(path)
-
-
-def _stamp(path: str) -> str:
-    try:
-        return adapter_stamp(path)
-    except (OSError, ValueError):
-        return ""
-
-
-ADAPTERS = AdapterWatch()
+    return WorkerLoRAManager
 
 
 def has_prefix_caching(vllm_config: Any) -> bool:

@@ -70,8 +70,8 @@ def sample_offsets(ranges: list[tuple[int, int]], most: int) -> list[int]:
     return [offsets[position * len(offsets) // most] for position in range(most)]
 
 
-def _file_mark(path: str, most_pages: int) -> list[Any]:
-    """Name, size, mtime, and a hash of the header and of pages from all over the file."""
+def _file_mark(path: str, most_pages: int, times: bool) -> list[Any]:
+    """Name, size, perhaps mtime, and a hash of the header and of pages from all over the file."""
     with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         head = _read(file.fileno(), 0, 8)
@@ -90,7 +90,8 @@ def _file_mark(path: str, most_pages: int) -> list[Any]:
         for offset in sample_offsets(ranges, most_pages):
             found.update(_read(file.fileno(), offset, PAGE))
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NORMAL)
-    return [os.path.basename(path), status.st_size, status.st_mtime_ns, found.hexdigest()]
+    time = [status.st_mtime_ns] if times else []
+    return [os.path.basename(path), status.st_size, *time, found.hexdigest()]
 
 
 def _read(descriptor: int, offset: int, length: int) -> bytes:
@@ -104,15 +105,21 @@ def _pieces(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
         offset, length = offset + len(piece), length - len(piece)
 
 
-def weights_mark(folder: str) -> list[list[Any]]:
-    """What changes when the weights in a local folder (or one file) are replaced.
+def weights_mark(folder: str, *, times: bool = True) -> list[list[Any]]:
+    """What changes when the weights in a local folder (or one file) are replaced; empty if there are none.
+
+    Args:
+        folder: a folder or one file.
+        times: mtimes count, too.
 
     Raises:
         OSError: the folder or a file in it cannot be read.
     """
     if os.path.isfile(folder):
-        return [_file_mark(folder, MOST_PAGES)]
+        return [_file_mark(folder, MOST_PAGES, times)]
     names = [name for name in sorted(os.listdir(folder)) if name.endswith((*SHARD_ENDINGS, ".index.json"))]
+    if not any(name.endswith(SHARD_ENDINGS) for name in names):
+        return []  # a streaming loader leaves the index here, and the weights elsewhere
     most = max(64, MOST_PAGES // max(1, len(names)))
     with ThreadPoolExecutor(THREADS, thread_name_prefix="pykv-weights") as threads:
-        return list(threads.map(lambda name: _file_mark(os.path.join(folder, name), most), names))
+        return list(threads.map(lambda name: _file_mark(os.path.join(folder, name), most, times), names))

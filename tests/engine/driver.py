@@ -274,6 +274,21 @@ class Driver:
         name, number, path = lora
         return {"ok": self.llm.llm_engine.add_lora(LoRARequest(name, number, path))}
 
+    def reload_while_running(self, lora: list[Any], prompt: list[int]) -> dict[str, Any]:
+        """A request is prefilled, its adapter is loaded anew in place, and the request goes on."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        engine, (name, number, path) = self.llm.llm_engine, lora
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        request = LoRARequest(name, number, path)
+        engine.add_request("reload", {"prompt_token_ids": prompt}, sampling, lora_request=request)
+        scheduler = engine.engine_core.engine_core.scheduler
+        while not any(r.num_computed_tokens >= len(prompt) for r in scheduler.requests.values()):
+            engine.step()
+        engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+        return {"drained": self._drain()}
+
     def version(self) -> dict[str, Any]:
         import vllm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ def test_an_adapter_overwritten_between_its_loading_and_its_first_request_poison
     assert old["tokens"] == computed_old and old["cached"] == [0], (
         "nobody knows which files these weights are"
     )
-    new, computed_new = cached_and_computed(started, ["run", 2, folder])
+    new, computed_new = cached_and_computed(started, ["new name", 2, folder])
     assert new["tokens"] == computed_new != computed_old
     assert new["cached"] == [CACHED]
 
@@ -256,11 +257,39 @@ def test_an_evicted_adapter_whose_files_changed_meanwhile_poisons_nothing(
     at_once = started.generate([PROMPT], lora=["run", 1, folder])
     second, computed_second = cached_and_computed(started, ["run", 1, folder])
     assert at_once["tokens"] == second["tokens"] == computed_second != computed_first
-    assert (at_once["cached"], second["cached"]) == ([0], [CACHED])
+    assert at_once["cached"] == second["cached"] == [0], (
+        "a name that had other weights is not cached any more"
+    )
     started.call("save_adapter", folder=folder, model=model, seed=1)
-    back, computed_back = cached_and_computed(started, ["run", 3, folder])
+    back, computed_back = cached_and_computed(started, ["new name", 3, folder])
     assert back["tokens"] == computed_back == computed_first
     assert back["cached"] == [CACHED], "equal files are the same adapter again"
+
+
+def test_blocks_computed_before_an_adapter_was_loaded_anew_in_place_are_not_stored_as_the_new_ones(
+    changing: tuple[Session, str], model: str
+) -> None:
+    started, folder = changing
+    started.call("add_lora", lora=["run", 1, folder])
+    started.call("save_adapter", folder=folder, model=model, seed=2)
+    # The plan has the new files' stamp, the old weights prefill, and the store comes after the reload.
+    started.call("reload_while_running", lora=["run", 1, folder], prompt=PROMPT)
+    started.call("settle")
+    after = started.generate([PROMPT], lora=["run", 1, folder])
+    other = started.generate([PROMPT], lora=["fresh", 2, folder])
+    computed = started.generate([PROMPT], lora=["fresh", 2, folder], extra_args=OPT_OUT)["tokens"]
+    assert after["tokens"] == other["tokens"] == computed
+    assert after["cached"] == other["cached"] == [0]
+
+
+def test_an_adapter_whose_files_were_only_touched_is_cached_on(changing: tuple[Session, str]) -> None:
+    started, folder = changing
+    first, computed = cached_and_computed(started, ["run", 1, folder])
+    assert first["cached"] == [CACHED]
+    for name in os.listdir(folder):
+        os.chmod(os.path.join(folder, name), 0o600)
+    again = started.generate([PROMPT], lora=["run", 1, folder])
+    assert (again["tokens"], again["cached"]) == (computed, [CACHED])
 
 
 def test_an_adapter_applied_to_other_modules_finds_nothing(model: str, tmp_path: Path) -> None:

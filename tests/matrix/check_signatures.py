@@ -69,7 +69,7 @@ vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
 vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request status
 vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED
 vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens
-vllm.lora.request:LoRARequest                 lora_path lora_int_id
+vllm.lora.request:LoRARequest                 lora_name lora_path lora_int_id
 vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters
 vllm.config:LoRAConfig                        lora_dtype target_modules max_loras max_cpu_loras
 vllm.config:MultiModalConfig                  mm_processor_cache_gb

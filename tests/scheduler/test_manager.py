@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the manager is a subclass of vLLM's")
 
-from py_kvcache import metrics
+from py_kvcache import identity, metrics
 from py_kvcache.config import parse_config
 from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Failures, WorkerReport
@@ -594,8 +594,8 @@ def test_what_failed_or_ended_in_the_old_namespace_says_nothing_about_the_new_on
     assert engine.ask(request) == [RETRY, RETRY]
 
 
-def lora(path: Path | str, number: int = 1, **more: Any) -> Any:
-    return SimpleNamespace(lora_name="same", lora_path=str(path), lora_int_id=number, **more)
+def lora(path: Path | str, number: int = 1, name: str = "same", **more: Any) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(path), lora_int_id=number, **more)
 
 
 def adapter(tmp_path: Path, weights: bytes) -> Path:
@@ -636,12 +636,13 @@ def test_an_adapter_is_looked_at_for_each_request_and_read_again_only_if_its_fil
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     reads: list[str] = []
-    real = module.adapter_identity
-    monkeypatch.setattr(module, "adapter_identity", lambda path: reads.append(path) or real(path))
+    real = identity.adapter_identity
+    monkeypatch.setattr(identity, "adapter_identity", lambda path: reads.append(path) or real(path))
     engine, plans = Engine(tmp_path), []
     for name, weights in (("a", b"one"), ("b", None), ("c", b"two")):
         folder = adapter(tmp_path, weights) if weights else tmp_path / "adapter"
-        request = engine.admit(name, keys(1), lora=lora(folder))
+        called = "other" if weights == b"two" else "same"
+        request = engine.admit(name, keys(1), lora=lora(folder, name=called))
         run_jobs(engine)
         engine.ask(request)
         plans.append(engine.manager.prepare_load(request.keys, request.context))
@@ -654,19 +655,60 @@ def test_an_adapter_is_looked_at_for_each_request_and_read_again_only_if_its_fil
 def test_an_adapter_that_changes_while_it_is_read_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    folder, real = adapter(tmp_path, b"one"), module.adapter_identity
+    folder, real = adapter(tmp_path, b"one"), identity.adapter_identity
 
     def read_slowly(path: str) -> str:
         adapter(tmp_path, b"two")
         return real(path)
 
-    monkeypatch.setattr(module, "adapter_identity", read_slowly)
+    monkeypatch.setattr(identity, "adapter_identity", read_slowly)
     engine = Engine(tmp_path)
     request = engine.admit("a", keys(1), lora=lora(folder))
     run_jobs(engine)
     assert engine.ask(request) == [MISS]
     assert engine.store(request) == []
     assert "changes while it is read" in caplog.text
+
+
+def test_a_name_that_had_another_adapter_before_is_never_cached_again(tmp_path: Path):
+    # vLLM's prefix cache knows adapters by name: the second's blocks would rest on the first's.
+    engine = Engine(tmp_path)
+    first = engine.admit("a", keys(2), lora=lora(adapter(tmp_path, b"one")))
+    run_jobs(engine)
+    assert engine.ask(first) == [RETRY, RETRY]
+    second = engine.admit("b", keys(2), lora=lora(adapter(tmp_path, b"two"), number=2))
+    run_jobs(engine)
+    back = engine.admit("c", keys(2), lora=lora(adapter(tmp_path, b"one"), number=3))
+    run_jobs(engine)
+    for request in (first, second, back):
+        assert engine.ask(request) == [MISS]
+        assert engine.store(request) == []
+    other = engine.admit("d", keys(2), lora=lora(tmp_path / "adapter", number=4, name="new"))
+    run_jobs(engine)
+    assert engine.ask(other) == [RETRY, RETRY], "another name is as good as ever"
+
+
+@pytest.mark.parametrize("book", ["failed_loads", "failed_stores"])
+def test_a_name_of_which_a_worker_had_other_weights_is_never_cached_again(tmp_path: Path, book: str):
+    engine = Engine(tmp_path)
+    request = engine.admit("a", keys(2), lora=lora(adapter(tmp_path, b"one")))
+    run_jobs(engine)
+    engine.ask(request)
+    plan = engine.manager.prepare_load(request.keys, request.context)
+    failures = {1: Failures(plan.space, {request.keys[0]: "adapter"})}
+    engine.manager.note_report(WorkerReport(**{book: failures}))
+    again = engine.admit("b", keys(2), lora=lora(tmp_path / "adapter", number=2))
+    run_jobs(engine)
+    assert engine.ask(again) == engine.ask(request)[:1] == [MISS]
+    assert engine.store(again) == []
+
+
+def test_weights_that_tensorizer_keeps_elsewhere_are_not_cached(tmp_path: Path):
+    engine = Engine(tmp_path)
+    elsewhere = lora(adapter(tmp_path, b"one"), tensorizer_config_dict={"tensorizer_dir": "/elsewhere"})
+    request = engine.admit("a", keys(1), lora=elsewhere)
+    run_jobs(engine)
+    assert engine.ask(request) == [MISS]
 
 
 def test_a_plain_requests_plan_names_no_adapter():

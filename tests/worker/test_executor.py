@@ -291,35 +291,50 @@ class HandWatch:
     """What the worker has of each adapter, set by the test."""
 
     def __init__(self) -> None:
-        self.made, self.next = "old", "old"
+        self.before = self.next = True
 
-    def made_with(self, number: int) -> str:
-        assert number == 7
-        return self.made
+    def made(self, adapter: Adapter) -> bool:
+        assert adapter == ADAPTER
+        return self.before
 
-    def will_use(self, number: int, path: str) -> str:
-        assert (number, path) == (7, "/adapter")
+    def will_make(self, adapter: Adapter) -> bool:
+        assert adapter == ADAPTER
         return self.next
+
+
+ADAPTER = Adapter(7, "/adapter", "stamp", "identity")
 
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_blocks_of_an_adapter_move_only_while_the_worker_has_its_weights(kind: str):
     watch = HandWatch()
     rig = Rig(adapters=watch)
-    for job, (made, coming) in enumerate((("old", "new"), ("new", "old"))):
-        watch.made, watch.next = made, coming
-        plan = TransferPlan(SPACE, [bytes(36)], (0,), Adapter(7, "/adapter", "old"))
+    for job, (before, coming) in enumerate(((True, False), (False, True))):
+        watch.before, watch.next = before, coming
+        plan = TransferPlan(SPACE, [bytes(36)], (0,), ADAPTER)
         if kind == "load":
             assert rig.executor.submit_load(job, plan, gpu([1, 2, 3, 4]))
         else:
             assert rig.executor.submit_store(job, gpu([1, 2, 3, 4]), plan)
-        allowed = (coming if kind == "load" else made) == "old"
+        allowed = coming if kind == "load" else before
         assert (job in rig.reactor.jobs) is allowed
         if not allowed:
             ended, invalid, report = rig.step()
             assert ended == [job] and invalid == ({1, 2, 3, 4} if kind == "load" else set())
             failures = report.failed_loads if kind == "load" else report.failed_stores
             assert failures[job].faults == {plan.keys[0]: "adapter"}
+
+
+def test_a_load_that_other_weights_overtook_is_computed_again():
+    watch = HandWatch()
+    rig = Rig(adapters=watch)
+    plan = TransferPlan(SPACE, [bytes(36), b"1" * 36], (0, 1), ADAPTER)
+    assert rig.executor.submit_load(1, plan, gpu([1, 2, 3, 4, 5, 6, 7, 8]))
+    watch.next = False
+    rig.reactor.end(1)
+    ended, invalid, report = rig.step()
+    assert ended == [1] and invalid == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert report.failed_loads[1].faults == dict.fromkeys(plan.keys, "adapter")
 
 
 def test_when_no_thread_can_be_started_a_submission_still_does_not_raise(rig: Rig):

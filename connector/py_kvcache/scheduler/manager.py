@@ -86,7 +86,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = RequestState(facts=request, hashes_per_block=self._hashes_per_block)
         lora = getattr(request, "lora_request", None)
         if lora is not None:
-            state.adapter = self._names.identify(int(lora.lora_int_id), str(lora.lora_path))
+            name, path = str(lora.lora_name), str(lora.lora_path)
+            # Tensorizer's weights lie elsewhere.
+            readable = not getattr(lora, "tensorizer_config_dict", None)
+            state.adapter = self._names.identify(int(lora.lora_int_id), name, path, readable=readable)
         self._requests[request.request_id] = state
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -169,7 +172,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM: one block of the chain. HIT, MISS, or wait (RETRY: asked; HIT_PENDING: being stored)."""
         state = self._requests[req_context.req_id]
-        if not state.load:
+        if not state.load or not self._names.trusts(state.adapter):
             return LookupResult.MISS
         space = state.space
         if space is None:
@@ -262,7 +265,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._take_answers()
         if state.space is None:
             state.space = self._names.space_of(state.adapter)
-        if not state.store or state.space is None:
+        if not state.store or state.space is None or not self._names.trusts(state.adapter):
             state.hole = True
             self._drop("opt_out" if not state.store else "not_ready", len(keys))
             return []
@@ -309,6 +312,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         now = self._clock()
         if report.layouts:
             self._names.set_layouts(report.layouts)
+        for failures in (*report.failed_loads.values(), *report.failed_stores.values()):
+            if Fault.ADAPTER.value in failures.faults.values():
+                self._names.distrust(failures.space)
         for failures in report.failed_loads.values():
             self._note_failed_load(failures, now)
             self._samples.add(metrics.RECOMPUTED_BLOCKS, len(failures.faults))

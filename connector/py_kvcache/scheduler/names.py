@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from py_kvcache.config import Config
-from py_kvcache.identity import adapter_identity, adapter_stamp
+from py_kvcache.identity import adapter_stamp, stable_identity
 from py_kvcache.layout import write_config
 from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Adapter
@@ -21,6 +21,7 @@ logger = logging.getLogger("vllm.py_kvcache.names")
 
 DESCRIBE_AGAIN_S = 60.0  # a full or read-only volume may be better then
 _MOST_ADAPTERS = 1024
+_MOST_NAMES = 65_536
 _MOST_SPACES = 4096
 
 
@@ -29,6 +30,7 @@ class AdapterQuestion:
     """What one request's LoRA adapter is; the answer comes from another thread."""
 
     number: int
+    name: str
     path: str
     identity: str = ""
     note: Adapter | None = None
@@ -41,8 +43,11 @@ class Names:
     def __init__(self, config: Config, spaces: Spaces, prober: Prober) -> None:
         self._config, self._spaces, self._prober = config, spaces, prober
         # By path and stamp: files that have not changed are not read again.
-        self._content = functools.lru_cache(_MOST_ADAPTERS)(_stable_identity)
+        self._content = functools.lru_cache(_MOST_ADAPTERS)(stable_identity)
         self._unreadable: OrderedDict[str, None] = OrderedDict()  # said once each
+        # Content of the adapter under each name, "" once there was another: vLLM's own prefix cache, which
+        # knows the name only, keeps what the first computed, and the second's blocks rest on it.
+        self._first: OrderedDict[str, str] = OrderedDict()
         # When to try to write config.json; never again once it stands.
         self._describe_at: OrderedDict[str, float] = OrderedDict()
 
@@ -71,24 +76,41 @@ class Names:
             self._prober.run(lambda: self._write_config(name, fields))
         return name
 
-    def identify(self, number: int, path: str) -> AdapterQuestion:
+    def identify(self, number: int, name: str, path: str, *, readable: bool = True) -> AdapterQuestion:
         """Begin to look at a request's adapter: its files may have changed since the last one."""
-        question = AdapterQuestion(number, path)
-        self._prober.run(lambda: self._read_adapter(question))
+        question = AdapterQuestion(number, name, path, in_vain=not readable)
+        if readable:
+            self._prober.run(lambda: self._read_adapter(question))
         return question
+
+    def trusts(self, adapter: AdapterQuestion | None) -> bool:
+        """Whether no other adapter had its name. True while it is not known."""
+        return adapter is None or adapter.note is None or self._first.get(adapter.name) == adapter.identity
+
+    def distrust(self, space: str) -> None:
+        """A worker had other weights than the namespace is for: of its names nobody knows who used them."""
+        for name, identity in list(self._first.items()):
+            if identity and self._spaces.name(identity) == space:
+                self._first[name] = ""
 
     def _read_adapter(self, question: AdapterQuestion) -> None:
         path = question.path
         try:
             stamp = adapter_stamp(path)
             question.identity = self._content(path, stamp)
-            question.note = Adapter(question.number, path, stamp)  # last: the other thread looks at it
+            if self._first.setdefault(question.name, question.identity) != question.identity:
+                self._first[question.name] = ""
+                raise OSError(f"there was another under the name {question.name} before")
+            if len(self._first) > _MOST_NAMES:
+                self._first.popitem(last=False)
+            # Last: the other thread looks at it.
+            question.note = Adapter(question.number, path, stamp, question.identity)
             self._unreadable.pop(path, None)
         except (OSError, ValueError) as error:
             question.in_vain = True
             if path not in self._unreadable:
                 logger.warning(
-                    "py-kvcache: LoRA adapter %s cannot be read (%s); its requests are not cached",
+                    "py-kvcache: LoRA adapter %s: %s; its requests are not cached",
                     path,
                     error,
                 )
@@ -106,11 +128,3 @@ class Names:
         except ValueError as error:
             logger.warning("py-kvcache: config.json of %s is unreadable, remove it: %s", name, error)
         self._describe_at[name] = float("inf")
-
-
-def _stable_identity(path: str, stamp: str) -> str:
-    """Content of an adapter whose files have the stamp. Raises OSError if they change meanwhile."""
-    identity = adapter_identity(path)
-    if adapter_stamp(path) != stamp:
-        raise OSError(f"{path} changes while it is read")
-    return identity

@@ -9,21 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from py_kvcache.adapters import ADAPTERS, AdapterWatch
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, part_dir
 from py_kvcache.plan import Failures, StepNote, TransferPlan, WorkerReport
-from py_kvcache.vllm_api import (
-    ADAPTERS,
-    AdapterWatch,
-    GPULoadStoreSpec,
-    OffloadingWorker,
-    OffloadingWorkerMetadata,
-    TransferResult,
-)
+from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
 from py_kvcache.worker import assembly
 from py_kvcache.worker.device import regions_of
 from py_kvcache.worker.fileops import FileOps
@@ -47,6 +41,7 @@ IDLE_WAIT_S = 0.005
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3
 _MOST_TIDIED = 4096
+_OTHER_WEIGHTS = "this worker has other weights of the adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +176,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
                 self._refused.append(JobResult(job_id, kind, (), 0, 0.0))
                 return True
             if self._has_other_adapter(kind, plan):
-                self._refuse(job_id, kind, plan, blocks, Fault.ADAPTER, "the adapter's files changed")
+                self._refuse(job_id, kind, plan, blocks, Fault.ADAPTER, _OTHER_WEIGHTS)
                 return True
             folder = part_dir(self._config.root_path, plan.space, self._part)
             work = tuple(
@@ -204,9 +199,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         """Whether this worker's weights of the adapter are not those that the namespace is for."""
         if plan.adapter is None:
             return False
-        number, path, stamp = plan.adapter
-        adapters = self._adapters
-        return stamp != (adapters.will_use(number, path) if kind is Kind.LOAD else adapters.made_with(number))
+        same = self._adapters.will_make if kind is Kind.LOAD else self._adapters.made
+        return not same(plan.adapter)
 
     def _chunks(self, plan: TransferPlan, blocks: GPULoadStoreSpec, kind: Kind) -> tuple[Chunk, ...]:
         """The engine blocks of each storage block, in the plan's order."""
@@ -237,6 +231,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     def _settle(self, result: JobResult) -> TransferResult:
         submitted = self._jobs.pop(result.job_id)
         plan = submitted.plan
+        if result.kind is Kind.LOAD and submitted.chunks and self._has_other_adapter(Kind.LOAD, plan):
+            # It came while the load was under way; the request has not begun to compute.
+            other = BlockError(Fault.ADAPTER, plan.space, detail=_OTHER_WEIGHTS)
+            result = replace(result, failed=tuple((n, other) for n in range(len(plan.keys))), bytes=0)
         if result.failed:
             faults = {plan.keys[ordinal]: error.fault.value for ordinal, error in result.failed}
             book = self._failed_loads if result.kind is Kind.LOAD else self._failed_stores
