@@ -138,8 +138,9 @@ def _register_models() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
     from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 
-    for model in (Gemma3ForCausalLM, LlamaForCausalLM):
+    for model in (Gemma3ForCausalLM, LlamaForCausalLM, Phi3ForCausalLM):
         ModelRegistry.register_model(model.__name__, model)
 
 
