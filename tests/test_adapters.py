@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_files_that_were_only_touched_are_the_same_once_they_have_been_read(rig:
     assert not rig.watch.made(touched), "not read yet"
     rig.read()
     assert rig.watch.made(touched)
+
+
+def test_a_number_begins_anew_with_another_engine_of_the_process(rig: Rig):
+    rig.write(b"one")
+    rig.load()
+    rig.read()
+    two = rig.write(b"two")
+    rig.manager = type(rig.manager)()  # the first engine and its manager are gone
+    rig.load()
+    rig.read()
+    assert rig.watch.made(two) and rig.watch.will_make(two)
+
+
+def test_a_method_that_somebody_else_wrapped_is_watched_too(rig: Rig):
+    class Wrapped(type(rig.manager)):  # type: ignore[misc]
+        @functools.wraps(type(rig.manager)._load_adapter.__wrapped__)
+        def _load_adapter(self, lora_request: Any) -> str:
+            return "adapter"
+
+    rig.watch.begin(Wrapped)
+    rig.manager = Wrapped()
+    one = rig.write(b"one")
+    rig.load()
+    assert rig.watch.made(one)
 
 
 def test_an_evicted_adapter_is_what_lies_in_its_folder_now(rig: Rig):

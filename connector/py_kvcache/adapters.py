@@ -21,6 +21,8 @@ from py_kvcache.plan import Adapter
 
 log = logging.getLogger("vllm.py_kvcache.adapters")
 
+_MARK = "_py_kvcache_watches"
+
 
 def _in_a_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="py-kvcache-adapter", daemon=True).start()
@@ -60,7 +62,7 @@ class AdapterWatch:
     def begin(self, manager_class: Any) -> None:
         """Wrap ``_load_adapter`` of vLLM's manager; once is enough for all engines of a process."""
         load = manager_class._load_adapter
-        if hasattr(load, "__wrapped__"):
+        if hasattr(load, _MARK):
             return
 
         @functools.wraps(load)
@@ -71,6 +73,7 @@ class AdapterWatch:
             self._loaded(int(lora_request.lora_int_id), path, before, manager)
             return adapter
 
+        setattr(watched, _MARK, True)
         manager_class._load_adapter = watched
 
     def _loaded(self, number: int, path: str, before: str, manager: Any) -> None:
@@ -78,8 +81,9 @@ class AdapterWatch:
         # vLLM downloads what has a hub name; a commit does not change.
         if not before and not os.path.exists(os.path.expanduser(path)):
             before = after
-        history = self._numbers.setdefault(number, _History())
-        history.manager = weakref.ref(manager)
+        history = self._numbers.get(number)
+        if history is None or history.manager() is None:  # an engine of this process that is gone
+            history = self._numbers[number] = _History(weakref.ref(manager))
         if not after or before != after:
             history.identities.add("")  # nobody knows what was read
             return

@@ -80,8 +80,10 @@ def model_identity(
         # Offline, vLLM is given the hub cache's own folder; its commit is the same on every node, the
         # times of its files are not. What somebody saved below it has no commit.
         snapshot = _SNAPSHOT.search(os.path.abspath(model))
-        if snapshot is not None and not snapshot["rest"] and weights_mark(model):
-            return _at_commit(snapshot["commit"], model)
+        if snapshot is not None and not snapshot["rest"]:
+            found = _at_commit(snapshot["commit"], model)
+            if found["files"]:
+                return found
         if marks := weights_mark(model):
             return {"files": marks, "code": code_mark(model)}
         raise UnsupportedError(
