@@ -28,10 +28,6 @@ def _in_a_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="py-kvcache-adapter", daemon=True).start()
 
 
-def _no_manager() -> Any:
-    return None
-
-
 @dataclass
 class _History:
     """All loads under one number.
@@ -40,16 +36,14 @@ class _History:
     whose weights changed is not cached any more while the process lives.
     """
 
-    manager: Callable[[], Any] = _no_manager
-    stamps: set[str] = field(default_factory=set)
-    identities: set[str] = field(default_factory=set)
-    unread: int = 0  # loads whose content is still being read
+    manager: weakref.ref[Any]
+    # Stamp of each version that was loaded -> its identity: None until it has been read, "" if it cannot be.
+    loads: dict[str, str | None] = field(default_factory=dict)
 
     def is_always(self, adapter: Adapter) -> bool:
         """Whether every load was of these weights, as far as that is known."""
-        if not self.unread:
-            return self.identities == {adapter.identity}
-        return self.stamps == {adapter.stamp} and self.identities <= {adapter.identity}
+        found = set(self.loads.values())
+        return found == {adapter.identity} or (None in found and self.loads.keys() == {adapter.stamp})
 
 
 class AdapterWatch:
@@ -85,11 +79,10 @@ class AdapterWatch:
         if history is None or history.manager() is None:  # an engine of this process that is gone
             history = self._numbers[number] = _History(weakref.ref(manager))
         if not after or before != after:
-            history.identities.add("")  # nobody knows what was read
-            return
-        history.stamps.add(after)
-        history.unread += 1
-        self._run(lambda: self._read(history, path, after))
+            history.loads[""] = ""  # nobody knows what was read
+        elif after not in history.loads:
+            history.loads[after] = None
+            self._run(lambda: self._read(history, path, after))
 
     @staticmethod
     def _read(history: _History, path: str, stamp: str) -> None:
@@ -98,8 +91,7 @@ class AdapterWatch:
         except (OSError, ValueError) as error:
             log.warning("py-kvcache: LoRA adapter %s cannot be told (%s); it is not cached", path, error)
             identity = ""
-        history.identities.add(identity)
-        history.unread -= 1
+        history.loads[stamp] = identity
 
     def made(self, adapter: Adapter) -> bool:
         """Whether blocks that were computed with this number were made with these weights."""

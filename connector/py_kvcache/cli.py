@@ -94,6 +94,7 @@ def _not_empty(value: str) -> str:
 
 
 def _not_empty_or_config(context: typer.Context, value: str) -> str:
+    """Only doctor has a --config."""
     is_given = _source(context, "root") == "COMMANDLINE"
     return value if context.params.get("config") is not None and not is_given else _not_empty(value)
 
@@ -107,7 +108,7 @@ def _source(context: typer.Context, name: str) -> str:
 Root = Annotated[
     str,
     typer.Argument(
-        metavar="ROOT", envvar="PY_KVCACHE_ROOT", show_envvar=True, callback=_not_empty,
+        metavar="ROOT", envvar="PY_KVCACHE_ROOT", show_envvar=True, callback=_not_empty_or_config,
         help="Folder of the cache.",
     ),
 ]  # fmt: skip
@@ -142,13 +143,7 @@ def _main(
 )
 def doctor(
     context: typer.Context,
-    root: Annotated[
-        str,
-        typer.Argument(
-            metavar="ROOT", envvar="PY_KVCACHE_ROOT", show_envvar=True, callback=_not_empty_or_config,
-            help="Folder of the cache.",
-        ),
-    ] = "",
+    root: Root = "",
     config: Annotated[
         str | None,
         typer.Option(

@@ -6,6 +6,7 @@ Names say nothing: the same name or path holds other weights tomorrow.
 from __future__ import annotations
 
 import errno
+import functools
 import glob
 import hashlib
 import json
@@ -205,6 +206,7 @@ def adapter_identity(path: str) -> str:
     return digest({"adapter": [[name, content_mark(os.path.join(folder, name))] for name in names]})
 
 
+@functools.lru_cache(1024)
 def stable_identity(path: str, stamp: str) -> str:
     """adapter_identity of files that have the stamp (below). Raises OSError if they change meanwhile."""
     identity = adapter_identity(path)

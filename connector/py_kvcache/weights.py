@@ -89,7 +89,6 @@ def _file_mark(path: str, most_pages: int, times: bool) -> list[Any]:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for offset in sample_offsets(ranges, most_pages):
             found.update(_read(file.fileno(), offset, PAGE))
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NORMAL)
     time = [status.st_mtime_ns] if times else []
     return [os.path.basename(path), status.st_size, *time, found.hexdigest()]
 

@@ -161,6 +161,16 @@ def test_a_longrope_model_with_another_longest_request_is_a_clean_miss(tmp_path:
 # ---- LoRA
 
 
+def start_with_lora(started: Session, arguments: dict[str, Any]) -> None:
+    """Skips the test where vLLM itself has no LoRA on this CPU."""
+    try:
+        started.call("start", **arguments)
+    except EngineError as error:
+        if "py-kvcache" in str(error).splitlines()[0]:
+            raise
+        pytest.skip(f"this CPU engine takes no LoRA: {str(error).splitlines()[0]}")
+
+
 @pytest.fixture(scope="module")
 def with_lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Two runs of one engine, between which an adapter's weights change under the same name and path."""
@@ -172,12 +182,7 @@ def with_lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     for run, seed in (("before", 1), ("after", 2)):
         with session({"PYTHONHASHSEED": "0"}) as started:
             started.call("save_adapter", folder=adapter, model=model, seed=seed)
-            try:
-                started.call("start", **arguments)
-            except EngineError as error:
-                if "py-kvcache" in str(error).splitlines()[0]:
-                    raise
-                pytest.skip(f"this CPU engine takes no LoRA: {str(error).splitlines()[0]}")
+            start_with_lora(started, arguments)
             lora = ["adapter", 1, adapter]
             answers[run] = {
                 "plain": started.generate([PROMPT]),
@@ -214,12 +219,7 @@ def changing(model: str, tmp_path: Path) -> Iterator[tuple[Session, str]]:
         started.call("save_adapter", folder=str(tmp_path / "adapter"), model=model, seed=1)
         started.call("save_adapter", folder=str(tmp_path / "other"), model=model, seed=9)
         lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
-        try:
-            started.call("start", **real(model, tmp_path / "cache", **lora))
-        except EngineError as error:
-            if "py-kvcache" in str(error).splitlines()[0]:
-                raise
-            pytest.skip(f"this CPU engine takes no LoRA: {str(error).splitlines()[0]}")
+        start_with_lora(started, real(model, tmp_path / "cache", **lora))
         yield started, str(tmp_path / "adapter")
 
 
@@ -299,12 +299,7 @@ def test_an_adapter_applied_to_other_modules_finds_nothing(model: str, tmp_path:
         with session({"PYTHONHASHSEED": "0"}) as started:
             started.call("save_adapter", folder=lora[2], model=model, seed=1)
             settings = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": chosen}
-            try:
-                started.call("start", **real(model, tmp_path / "cache", **settings))
-            except EngineError as error:
-                if "py-kvcache" in str(error).splitlines()[0]:
-                    raise
-                pytest.skip(f"this CPU engine takes no such LoRA: {str(error).splitlines()[0]}")
+            start_with_lora(started, real(model, tmp_path / "cache", **settings))
             answer = started.generate([PROMPT], lora=lora)
             assert answer["cached"] == [0]
             started.call("settle")

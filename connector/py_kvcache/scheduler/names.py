@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import OrderedDict
@@ -42,8 +41,6 @@ class Names:
 
     def __init__(self, config: Config, spaces: Spaces, prober: Prober) -> None:
         self._config, self._spaces, self._prober = config, spaces, prober
-        # By path and stamp: files that have not changed are not read again.
-        self._content = functools.lru_cache(_MOST_ADAPTERS)(stable_identity)
         self._unreadable: OrderedDict[str, None] = OrderedDict()  # said once each
         # Content of the adapter under each name, "" once there was another: vLLM's own prefix cache, which
         # knows the name only, keeps what the first computed, and the second's blocks rest on it.
@@ -97,7 +94,7 @@ class Names:
         path = question.path
         try:
             stamp = adapter_stamp(path)
-            question.identity = self._content(path, stamp)
+            question.identity = stable_identity(path, stamp)
             if self._first.setdefault(question.name, question.identity) != question.identity:
                 self._first[question.name] = ""
                 raise OSError(f"there was another under the name {question.name} before")
