@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +10,12 @@ import pytest
 pytest.importorskip("torch", reason="the CUDA device is built on torch")
 
 import torch
+from rig import Rig, wait
 
 from py_kvcache.errors import KvCacheError
 from py_kvcache.worker import cuda, cudriver
-from py_kvcache.worker.device import make_device, regions_of
 from py_kvcache.worker.hostmemory import address_of
-from py_kvcache.worker.pages import Chunk, PageMap
+from py_kvcache.worker.pages import Chunk
 from py_kvcache.worker.parts import SlotCopy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -26,46 +23,23 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 BLOCKS = 12
 
 
-def caches(pages: list[int], gap: int = 0) -> Any:
-    """vLLM's CanonicalKVCaches on the GPU: one random tensor per layer, the pages perhaps strided."""
-    tensors, refs = [], []
-    generator = torch.Generator().manual_seed(1)
-    for number, page in enumerate(pages):
-        memory = torch.randint(-128, 128, (BLOCKS * (page + gap),), dtype=torch.int8, generator=generator)
-        tensors.append(SimpleNamespace(tensor=memory.cuda().as_strided((BLOCKS, page), (page + gap, 1))))
-        refs.append(SimpleNamespace(tensor_idx=number, page_size_bytes=page))
-    return SimpleNamespace(tensors=tensors, group_data_refs=[refs])
-
-
-class Rig:
-    """A device over some tensors, with three slots."""
-
-    def __init__(self, kv: Any, per_chunk: int = 3) -> None:
-        self.kv, self.map = kv, PageMap(regions_of(kv, 0), per_chunk)
-        self.device = make_device(kv, self.map, lambda: None)
-        size = self.map.payload_bytes + 17
-        self.memory = self.device.allocate(3 * size)
-        self.slots = [self.memory[n * size : (n + 1) * size] for n in range(3)]
-
-    def expected(self, chunk: Chunk) -> bytes:
-        """What the slot of a whole chunk holds: layer by layer, block by block."""
-        layers = [self.kv.tensors[ref.tensor_idx].tensor for ref in self.kv.group_data_refs[0]]
-        return b"".join(layer[int(b)].cpu().numpy().tobytes() for layer in layers for b in chunk.block_ids)
-
-
-def wait(event: Any) -> None:
-    end = time.monotonic() + 30
-    while not event.done():
-        assert time.monotonic() < end, "the copy never ended"
-        time.sleep(0.0005)
+def make(pages: list[int], gap: int = 0) -> Rig:
+    return Rig(pages, 3, gap, blocks=BLOCKS, slots=3, tail=17)
 
 
 @pytest.fixture(
-    params=[([64, 64], 0), ([65536] * 4, 0), ([1000, 1000, 1000], 0), ([96, 8, 33], 0), ([64, 64], 32)],
+    params=[
+        ([64, 64], 0),
+        ([65536] * 4, 0),
+        ([8192, 4096], 4096),
+        ([1000, 1000, 1000], 0),
+        ([96, 8, 33], 0),
+        ([64, 64], 32),
+    ],
     ids=str,
 )
 def rig(request: pytest.FixtureRequest):
-    rig = Rig(caches(*request.param))
+    rig = make(*request.param)
     yield rig
     rig.device.close()
 
@@ -97,7 +71,7 @@ def test_a_load_of_several_slots_is_one_batch_and_touches_no_other_block(rig: Ri
 
 
 def test_a_store_waits_for_the_kernels_before_its_event():
-    rig = Rig(caches([1 << 20] * 2))
+    rig = make([1 << 20] * 2)
     torch.cuda._sleep(200_000_000)  # about 0.1 s of GPU time, on vLLM's stream
     for tensor in rig.kv.tensors:
         tensor.tensor.fill_(77)
@@ -108,7 +82,7 @@ def test_a_store_waits_for_the_kernels_before_its_event():
 
 
 def test_a_load_waits_for_the_last_owner_of_its_blocks():
-    rig = Rig(caches([1 << 20] * 2))
+    rig = make([1 << 20] * 2)
     np.frombuffer(rig.slots[0], np.uint8)[:] = 5
     torch.cuda._sleep(200_000_000)
     for tensor in rig.kv.tensors:
@@ -122,7 +96,7 @@ def test_a_load_waits_for_the_last_owner_of_its_blocks():
 
 
 def test_a_copy_from_another_thread_uses_the_same_context():
-    rig, seen = Rig(caches([64, 64])), []
+    rig, seen = make([64, 64]), []
     chunk = Chunk(np.array([7, 2, 11]), 0)
     after = rig.device.record()
 
@@ -138,7 +112,7 @@ def test_a_copy_from_another_thread_uses_the_same_context():
 
 
 def test_staging_memory_is_pinned_until_close_and_closing_twice_is_fine():
-    rig = Rig(caches([64, 64]))
+    rig = make([64, 64])
     driver, address, nbytes = rig.device._driver, address_of(rig.memory), len(rig.memory)
     assert torch.from_numpy(np.frombuffer(rig.memory, np.uint8)).is_pinned()
     with pytest.raises(cudriver.DriverError, match="cuMemHostRegister"):
@@ -152,7 +126,7 @@ def test_staging_memory_is_pinned_until_close_and_closing_twice_is_fine():
 def test_more_than_can_be_pinned_is_one_error_with_the_remedy_and_torch_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    rig = Rig(caches([64, 64]))
+    rig = make([64, 64])
     monkeypatch.setattr(cuda, "host_memory", lambda nbytes: rig.memory)  # pinned already: CUDA refuses
     with pytest.raises(KvCacheError, match=r"cannot be pinned: cuMemHostRegister.+; set staging_bytes"):
         rig.device.allocate(len(rig.memory))

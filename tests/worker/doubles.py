@@ -122,11 +122,11 @@ class FakeSealer:
         ask.finish = finish
         self.world.ask(ask)
 
-    def verify(self, token, buffer, key, payload_bytes, *, payload=True) -> None:
+    def verify(self, token, buffer, key, payload_bytes) -> None:
         ask = Ask("verify", token, buffer=buffer)
 
         def finish(fate: object) -> None:
-            fault, detail = verify_block(buffer, key, payload_bytes, enabled=payload)
+            fault, detail = verify_block(buffer, key, payload_bytes, enabled=True)
             self._results.append(ChecksumResult(token, fate if isinstance(fate, Fault) else fault, detail))
 
         ask.finish = finish

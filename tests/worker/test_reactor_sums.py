@@ -97,14 +97,16 @@ def test_a_digest_that_is_not_of_sums_is_left_alone(rig, algorithm):
     r.assert_idle()
 
 
-def test_another_blocks_footer_is_found_before_anything_is_copied(rig):
+def test_another_blocks_footer_fails_the_block_and_the_other_block_is_served(rig):
     r = rig(adds=True)
     r.load(1, 1)
     r.load(2, 1)
     r.world.files[r.path(1, 0)] = r.world.files[r.path(2, 0)]
     r.run()
     assert r.faults(1) == {0: Fault.WRONG_KEY}
-    assert r.device.loads == [[(2, 0)]]
+    assert r.faults(2) == {}
+    assert r.loaded(2, 0)
+    r.assert_idle()
 
 
 def test_a_block_whose_sums_never_came_is_not_served(rig):

@@ -150,19 +150,13 @@ class Checksummer:
 
         self._submit(token, buffer, payload_bytes, work, at_once=sums is not None)
 
-    def verify(
-        self, token: int, buffer: memoryview, key: bytes, payload_bytes: int, *, payload: bool = True
-    ) -> None:
-        """Check a buffer of ``file_bytes(payload_bytes)`` bytes that was read completely.
-
-        ``payload`` False: only that the footer is this block's; ``verify_block`` with sums is to follow.
-        """
+    def verify(self, token: int, buffer: memoryview, key: bytes, payload_bytes: int) -> None:
+        """Check a buffer of ``file_bytes(payload_bytes)`` bytes that was read completely."""
 
         def work() -> ChecksumResult:
-            enabled = self.enabled and payload
-            return ChecksumResult(token, *verify_block(buffer, key, payload_bytes, enabled=enabled))
+            return ChecksumResult(token, *verify_block(buffer, key, payload_bytes, enabled=self.enabled))
 
-        self._submit(token, buffer, payload_bytes, work, at_once=not payload)
+        self._submit(token, buffer, payload_bytes, work, at_once=False)
 
     def results(self) -> list[ChecksumResult]:
         """Everything that is done since the last call."""

@@ -70,10 +70,8 @@ class Sealer(Protocol):
     ) -> None:
         """Write the footer into the slot."""
 
-    def verify(
-        self, token: int, buffer: memoryview, key: bytes, payload_bytes: int, *, payload: bool = True
-    ) -> None:
-        """Check the footer of a slot, and its digest unless the device adds the payload up."""
+    def verify(self, token: int, buffer: memoryview, key: bytes, payload_bytes: int) -> None:
+        """Check the footer of a slot and its digest."""
 
     def results(self) -> list[ChecksumResult]:
         """What is done since the last call."""

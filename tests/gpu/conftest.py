@@ -1,0 +1,8 @@
+"""Tests that need a GPU: the rig is importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
