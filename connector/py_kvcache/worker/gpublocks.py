@@ -24,7 +24,7 @@ _ROWS = 16  # moved by one program: 64 KiB, enough memory accesses in flight to 
 
 # GPU memory beside vLLM's, which counts on none: as little as keeps the link busy while kernels have to wait.
 _LOAD_BYTES, _MOST_LOADS = 128 << 20, 16
-_STORE_BYTES, _MOST_STORES = 64 << 20, 8
+_STORE_BYTES, _MOST_STORES = 128 << 20, 8
 
 
 # One compiled form for all models and batches: to compile another later would keep the reactor for seconds.
