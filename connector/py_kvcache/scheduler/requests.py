@@ -10,7 +10,7 @@ from py_kvcache import vllm_api
 from py_kvcache.plan import Adapter
 
 if TYPE_CHECKING:
-    from py_kvcache.scheduler.names import AdapterQuestion
+    from py_kvcache.scheduler.adapters import AdapterQuestion
 
 PARAMS_KEY = "py_kvcache"
 
@@ -46,6 +46,10 @@ class RequestState:
     request_id: str = ""
     # A chunk of this request was dropped: what follows in the chain could never be found.
     hole: bool = False
+    # Computed before the workers had said what adapter they read for it: the first block, and how many.
+    postponed_from: bytes | None = None
+    postponed: int = 0
+    offered_again: bool = False
     counted: bool = False
     local_tokens: int = 0
     _positions: dict[bytes, int] = field(default_factory=dict)
