@@ -336,7 +336,8 @@ def was_aborted(request: Any) -> bool:
 
 def ended_by_itself(request: Any) -> bool:
     """Not aborted: what vLLM does with the blocks of a request aborted during a load is its own business."""
-    return bool(request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"))
+    name = getattr(getattr(request, "status", None), "name", "")
+    return name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 def store_jobs_of(connector_scheduler: Any, request_ids: set[str]) -> dict[str, frozenset[int]]:

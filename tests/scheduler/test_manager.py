@@ -680,6 +680,54 @@ def test_blocks_of_an_adapters_first_request_are_offered_again_once_it_is_known(
     assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 0
 
 
+def test_with_several_ranks_blocks_are_stored_once_all_have_said_what_they_computed_with():
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    request = engine.admit("a", keys(4), lora=lora())
+    space_of(engine, request)
+    assert engine.store(request, request.keys[:2]) == []
+    say(engine, None)
+    assert engine.manager.take_postponed() == {}, "the other rank may have read other weights in that step"
+    engine.manager.note_report(WorkerReport(adapters={1: Held(engine.manager._step, None)}))
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    assert engine.store(request, request.keys[:3]) == request.keys[:2], "the third is computed by this step"
+    say(engine, None, None)
+    assert engine.manager.take_postponed() == {"a": request.keys[2]}
+    request.request.status = SimpleNamespace(name="FINISHED_STOPPED")
+    assert engine.store(request, request.keys[2:]) == request.keys[2:], "vLLM has heard of its last step"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_read_other_weights_in_the_step_that_computed_blocks_spoils_them_on_all(rank: int):
+    # The rank itself would store nothing, but what the others have computed rests on it.
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    request = engine.admit("a", keys(2), lora=lora())
+    space_of(engine, request)
+    assert engine.store(request) == []
+    said: list[dict[int, tuple[str, str]] | None] = [None, None]
+    said[rank] = {1: ("same", "")}
+    say(engine, *said)
+    engine.manager.take_postponed()
+    request.request.status = SimpleNamespace(name="FINISHED_STOPPED")
+    assert engine.store(request) == []
+
+
+def test_a_preempted_requests_blocks_wait_for_the_step_that_computes_them_again():
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    request = engine.admit("a", keys(2), lora=lora())
+    space_of(engine, request)
+    assert engine.store(request) == []
+    say(engine, None, None)
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    engine.ask(request)
+    assert engine.store(request) == []
+    say(engine, None, None)
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    assert engine.store(request) == request.keys
+
+
 def test_blocks_of_an_adapter_that_is_never_known_are_counted_as_not_stored():
     engine = Engine()
     request = engine.admit("a", keys(3), lora=lora())

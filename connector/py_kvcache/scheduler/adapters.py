@@ -94,9 +94,18 @@ class Adapters:
             question.note = Adapter(question.number, question.name, identities)
         return combined(question.note.identities)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank only."""
+        return self._ranks == 1
+
+    def have_spoken(self, step: int) -> bool:
+        """Whether all ranks have said what they had in memory after this step, or a later one."""
+        return all(self._steps.get(rank, 0) >= step for rank in range(self._ranks))
+
     def is_in_vain(self, question: AdapterQuestion) -> bool:
         """Whether all ranks have spoken since the question: what they do not have they will read first."""
-        return all(self._steps.get(rank, 0) >= question.step for rank in range(self._ranks))
+        return self.have_spoken(question.step)
 
     def _pair(self, number: int, name: str) -> None:
         known = self._numbers.get(number)

@@ -70,7 +70,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._index = Index()
         self._requests: dict[str, RequestState] = {}
         self._asking: dict[int, str] = {}
-        self._postponed = Postponed()
+        self._postponed = Postponed(self._names, self._adapters)
         # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
         # blocks, later versions after.
         self._ended: list[RequestState] = []
@@ -168,6 +168,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             state.space = self._names.space_of(state.adapter)
         state.unknown.clear()
         state.deferred = False
+        state.sure = state.postponed = 0  # what it had computed before it was preempted says nothing more
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
             state.gave_up = True
             if state.ticket is not None and not self._hung:
@@ -274,16 +275,16 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             state.space = self._names.space_of(state.adapter)
         gone = state.offered_again and vllm_api.was_aborted(state.facts)
         may = state.store and not gone and self._adapters.trusts(state.adapter)
-        if may and state.space is None and state.adapter is not None:
-            self._postponed.add(state, keys)
-            return []
-        if not may or state.space is None:
+        if not may or (state.space is None and state.adapter is None):
             state.hole = True
             self._drop("opt_out" if not state.store else "not_ready", len(keys))
             return []
+        if state.adapter is not None:
+            keys = self._postponed.certain(state, keys, self._step + 1)
+        space = state.space or ""
         chosen: list[bytes] = []
         for position, key in enumerate(keys):
-            presence = self._index.presence((state.space, key), self._now)
+            presence = self._index.presence((space, key), self._now)
             if presence in (Presence.SEEN, Presence.STORING):
                 continue
             reason = None
@@ -291,7 +292,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
                 reason = "queue_full"
             elif state.hole:
                 reason = "after_hole"
-            elif self._index.store_refused((state.space, key), self._now):
+            elif self._index.store_refused((space, key), self._now):
                 reason = "failed_before"
             if reason is not None:
                 # What follows could not be found without this block.
@@ -303,7 +304,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
 
     def take_postponed(self) -> dict[str, bytes]:
         """Requests whose blocks can be stored now, after all, and the first of these blocks."""
-        return self._postponed.take(self._names.space_of)
+        return self._postponed.take()
 
     def _drop(self, reason: str, blocks: int) -> None:
         if blocks:

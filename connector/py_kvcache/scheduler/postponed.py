@@ -1,37 +1,60 @@
-"""Blocks that could not be stored when vLLM offered them, and can be a step later.
+"""Blocks of LoRA requests that cannot be stored when vLLM offers them, and can be some steps later.
 
-vLLM offers blocks with the step that computes them. The first step of a LoRA adapter is also the one in
-which the workers read it, so nobody knows yet what it is.
+vLLM offers blocks with the step that computes them. Two things are unknown then: what adapter it is, if this
+is also the step in which the workers read it; and, where there are several, whether one of them has just read
+other weights than the rest. It would store nothing, but the others' parts carry its mistakes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 
-from py_kvcache.scheduler.adapters import AdapterQuestion
+from py_kvcache import vllm_api
+from py_kvcache.scheduler.adapters import Adapters
+from py_kvcache.scheduler.names import Names
 from py_kvcache.scheduler.requests import RequestState
 
 
 class Postponed:
-    """Requests with such blocks, until their adapter is known or they are over."""
+    """Requests with such blocks, until the workers have said what they computed with, or it is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names, adapters: Adapters) -> None:
+        self._names, self._adapters = names, adapters
         self._states: dict[str, RequestState] = {}
 
-    def add(self, state: RequestState, keys: Collection[bytes]) -> None:
-        """Remember where to begin again."""
-        if keys and state.facts is not None:
-            state.postponed_from = state.postponed_from or next(iter(keys))
-            state.postponed += len(keys)
-            self._states[state.facts.request_id] = state
+    def certain(self, state: RequestState, keys: Collection[bytes], step: int) -> Sequence[bytes]:
+        """Those of the offered blocks that can be stored now; the others will be offered again.
 
-    def take(self, space_of: Callable[[AdapterQuestion | None], str | None]) -> dict[str, bytes]:
-        """Requests whose namespace is known now, and the first block to be offered again of each."""
+        Args:
+            state: of a request with an adapter.
+            keys: in chain order.
+            step: the one that is put together now; it computes the last of these blocks.
+        """
+        count, state.sure = state.sure, 0
+        if state.space is None:
+            count = 0
+        elif self._adapters.is_alone or vllm_api.ended_by_itself(state.facts):
+            # One rank is asked again when it stores. vLLM ends a request when it has heard of its last step.
+            count = len(keys)
+        kept = tuple(keys)
+        if kept[count:] and state.facts is not None:
+            state.postponed_from = state.postponed_from or kept[count]
+            state.postponed += len(kept) - count
+            state.postponed_at = step
+            self._states[state.facts.request_id] = state
+        return kept[:count]
+
+    def take(self) -> dict[str, bytes]:
+        """Requests of which enough is known now, and the first block to be offered again of each."""
         found: dict[str, bytes] = {}
         for name, state in list(self._states.items()):
-            if state.postponed_from is not None and space_of(state.adapter) is not None:
+            known = state.space or self._names.space_of(state.adapter)
+            if state.postponed_from is None or known is None:
+                continue
+            if self._adapters.have_spoken(state.postponed_at):
                 found[name] = state.postponed_from
-                state.postponed_from, state.postponed, state.offered_again = None, 0, True
+                state.sure, state.offered_again = state.postponed, True
+                state.postponed_from, state.postponed = None, 0
                 del self._states[name]
         return found
 

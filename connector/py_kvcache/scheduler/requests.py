@@ -46,9 +46,12 @@ class RequestState:
     request_id: str = ""
     # A chunk of this request was dropped: what follows in the chain could never be found.
     hole: bool = False
-    # Computed before the workers had said what adapter they read for it: the first block, and how many.
+    # Blocks to be offered again, see postponed.py: the first, how many, the step that computes the last; then
+    # how many of the next offer may be stored.
     postponed_from: bytes | None = None
     postponed: int = 0
+    postponed_at: int = 0
+    sure: int = 0
     offered_again: bool = False
     counted: bool = False
     local_tokens: int = 0
