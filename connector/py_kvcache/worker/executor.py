@@ -174,8 +174,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             self._tidy(plan.space)
             chunks = self._chunks(plan, blocks, kind)
             self._jobs[job_id] = _Submitted(plan, chunks)
-            # Also on a rank that writes nothing: it has computed its share of the block. That the others' files
-            # stay is no harm: the scheduler makes such a plan when all ranks have said what they computed with,
+            # Also on a rank that writes nothing: it has computed its share of the block. That the files of
+            # others stay is no harm: the scheduler stores when all ranks have said what they computed with,
             # and ranks that differ have a namespace of their own (scheduler/postponed.py, adapters.py).
             if self._has_other_adapter(kind, plan):
                 self._refuse(job_id, kind, plan, blocks, Fault.ADAPTER, _OTHER_WEIGHTS)
