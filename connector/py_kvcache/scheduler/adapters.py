@@ -70,7 +70,7 @@ class Adapters:
         """Reports of some ranks, of one step."""
         for rank, held in said.items():
             self._steps[rank] = held.step
-            if held.known is None:
+            if held.known is None or held.known == self._held.get(rank):
                 continue
             self._held[rank] = held.known
             for number, (name, identity) in held.known.items():
