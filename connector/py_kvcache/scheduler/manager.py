@@ -168,7 +168,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             state.space = self._names.space_of(state.adapter)
         state.unknown.clear()
         state.deferred = False
-        state.sure = state.postponed = 0  # what it had computed before it was preempted says nothing more
+        # What it had computed before it was preempted says nothing about what it will compute.
+        state.sure, state.postponed = frozenset(), []
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
             state.gave_up = True
             if state.ticket is not None and not self._hung:

@@ -7,6 +7,7 @@ other weights than the rest. It would store nothing, but the others' parts carry
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from py_kvcache import vllm_api
@@ -30,19 +31,20 @@ class Postponed:
             keys: in chain order.
             step: the one that is put together now; it computes the last of these blocks.
         """
-        count, state.sure = state.sure, 0
+        sure, state.sure = state.sure, frozenset()
         if state.space is None:
-            count = 0
+            sure = frozenset()
         elif self._adapters.is_alone or vllm_api.ended_by_itself(state.facts):
             # One rank is asked again when it stores. vLLM ends a request when it has heard of its last step.
-            count = len(keys)
-        kept = tuple(keys)
-        if kept[count:] and state.facts is not None:
-            state.postponed_from = state.postponed_from or kept[count]
-            state.postponed += len(kept) - count
+            sure = frozenset(keys)
+        chosen = list(itertools.takewhile(sure.__contains__, keys))
+        rest = list(keys)[len(chosen) :]
+        if rest and state.facts is not None:
+            state.postponed_from = state.postponed_from or rest[0]
+            state.postponed += rest
             state.postponed_at = step
             self._states[state.facts.request_id] = state
-        return kept[:count]
+        return chosen
 
     def take(self) -> dict[str, bytes]:
         """Requests of which enough is known now, and the first block to be offered again of each."""
@@ -53,8 +55,8 @@ class Postponed:
                 continue
             if self._adapters.have_spoken(state.postponed_at):
                 found[name] = state.postponed_from
-                state.sure, state.offered_again = state.postponed, True
-                state.postponed_from, state.postponed = None, 0
+                state.sure, state.offered_again = frozenset(state.postponed), True
+                state.postponed_from, state.postponed = None, []
                 del self._states[name]
         return found
 
@@ -63,4 +65,4 @@ class Postponed:
         if self._states.get(state.request_id) is not state:
             return 0
         del self._states[state.request_id]
-        return state.postponed
+        return len(state.postponed)

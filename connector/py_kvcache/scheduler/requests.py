@@ -46,12 +46,12 @@ class RequestState:
     request_id: str = ""
     # A chunk of this request was dropped: what follows in the chain could never be found.
     hole: bool = False
-    # Blocks to be offered again, see postponed.py: the first, how many, the step that computes the last; then
-    # how many of the next offer may be stored.
+    # Blocks to be offered again, see postponed.py: from which one on, which, the step that computes the last;
+    # then those of the next offer that may be stored.
     postponed_from: bytes | None = None
-    postponed: int = 0
+    postponed: list[bytes] = field(default_factory=list)
     postponed_at: int = 0
-    sure: int = 0
+    sure: frozenset[bytes] = frozenset()
     offered_again: bool = False
     counted: bool = False
     local_tokens: int = 0
