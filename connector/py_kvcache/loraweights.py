@@ -13,7 +13,7 @@ from blake3 import blake3
 _SCHEMA = b"py-kvcache adapter 1"
 # Of vLLM's LoRAModel: the number under which it was loaded, which says nothing about the weights.
 _NOT_WEIGHTS = frozenset({"id"})
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def weights_identity(model: Any) -> str:
@@ -43,7 +43,7 @@ def _take(found: blake3, value: Any) -> Any:
     """Hash the value; returns what stands for it from now on."""
     if isinstance(value, torch.Tensor):
         return _take_tensor(found, value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (*_PLAIN, torch.dtype)):
         _write(found, f"{type(value).__name__} {value!r}")
         return value
     if isinstance(value, (list, tuple)):
