@@ -306,6 +306,35 @@ def test_a_file_in_the_folder_that_nobody_can_read_does_not_matter(
     assert second["cached"] == [0]
 
 
+def test_a_name_that_comes_back_with_other_weights_stores_nothing_that_rests_on_vllms_own_cache(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").mkdir()
+    folder, longer = str(tmp_path / "adapter"), [*PROMPT, *prompt(200, seed=77)]
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
+    arguments = real(model, tmp_path / "cache", enable_prefix_caching=True, **settings)
+    with session({"PYTHONHASHSEED": "0"}) as started:
+        started.call("save_adapter", folder=folder, model=model, seed=1)
+        start_with_lora(started, arguments)
+        started.generate([PROMPT], lora=["run", 1, folder])
+        started.call("save_adapter", folder=folder, model=model, seed=2)
+        # vLLM finds the prompt's blocks under the name, made with the first weights.
+        assert started.generate([longer], lora=["run", 2, folder])["cached"] != [0]
+        started.call("settle")
+    with session({"PYTHONHASHSEED": "0"}) as started:
+        start_with_lora(started, arguments)
+        started.call("add_lora", lora=["run", 1, folder])
+        answer = started.generate([longer], lora=["run", 1, folder])
+        assert answer["cached"] == [0]
+        started.call("settle")
+        assert started.call("reset_prefix_cache")["ok"]
+        computed = started.generate([longer], lora=["run", 1, folder], extra_args=OPT_OUT)["tokens"]
+        assert started.call("reset_prefix_cache")["ok"]
+        again = started.generate([longer], lora=["run", 1, folder])
+        assert answer["tokens"] == again["tokens"] == computed
+        assert again["cached"] != [0]
+
+
 def overwrite(file: Path, with_file: Path) -> None:
     """Byte by byte in place, as rsync --inplace does: whoever has mapped the file sees it."""
     content = with_file.read_bytes()

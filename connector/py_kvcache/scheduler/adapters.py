@@ -112,19 +112,18 @@ class Adapters:
         if known is None and len(self._numbers) < _MOST_NUMBERS:
             self._numbers[number] = name
         elif known != name:
-            self._ban(name)
-            if known is not None:
-                self._ban(known)
+            for one in (name, known or name):
+                if self._ban(one):
+                    log = "py-kvcache: LoRA adapter %s: number %d has other names, too; it is not cached any more"
+                    logger.warning(log, one, number)
 
-    def _ban(self, name: str) -> None:
+    def _ban(self, name: str) -> bool:
+        """Returns whether that is new. Of weights that changed the worker has said so in the log."""
         if name in self._banned or self._is_full:
-            return
+            return False
         if len(self._banned) >= _MOST_BANNED:
             self._is_full = True
             logger.warning("py-kvcache: too many LoRA adapters had changed weights; none is cached any more")
-            return
+            return False
         self._banned.add(name)
-        logger.warning(
-            "py-kvcache: LoRA adapter %s had several weights, or its number several names; it is not cached "
-            "until the engine starts again", name,
-        )  # fmt: skip
+        return True
