@@ -114,8 +114,8 @@ class Adapters:
         elif known != name:
             for one in (name, known or name):
                 if self._ban(one):
-                    log = "py-kvcache: LoRA adapter %s: number %d has other names, too; it is not cached any more"
-                    logger.warning(log, one, number)
+                    text = "py-kvcache: LoRA adapter %s: number %d has other names too; not cached any more"
+                    logger.warning(text, one, number)
 
     def _ban(self, name: str) -> bool:
         """Returns whether that is new. Of weights that changed the worker has said so in the log."""
