@@ -149,9 +149,11 @@ class AdapterWatch:
         books = list(self._books)
         try:
             number, name = int(lora_request.lora_int_id), str(lora_request.lora_name)
-            for book in books:
-                if book.is_of(manager):
-                    book.loaded(manager, number, name, model)
+            of_it = [book for book in books if book.is_of(manager)]
+            if not of_it:
+                log.info("py-kvcache: LoRA adapter %s was loaded by an engine without this connector", name)
+            for book in of_it:
+                book.loaded(manager, number, name, model)
         except Exception:
             log.exception("py-kvcache: a LoRA adapter was loaded, and nobody knows which; none is cached")
             for book in books:
