@@ -1,11 +1,9 @@
-"""What a worker knows of the adapters that it loaded: told by what was read, not by names."""
+"""What a worker knows of the adapters that it loaded: told by what it has in memory, not by files."""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
-from pathlib import Path
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,178 +12,223 @@ import pytest
 pytest.importorskip("vllm", reason="plans are subclasses of vLLM's")
 
 from py_kvcache import adapters as module
-from py_kvcache.adapters import AdapterWatch
-from py_kvcache.identity import adapter_identity, adapter_stamp
+from py_kvcache.adapters import AdapterWatch, Book
 from py_kvcache.plan import Adapter
 
 
+def manager_class() -> Any:
+    class Manager:
+        """Of vLLM's: what is loaded is a model whose identity is its weights."""
+
+        def __init__(self, config: Any) -> None:
+            self.lora_config = config
+            self.memory: set[int] = set()
+
+        def _load_adapter(self, lora_request: Any) -> Any:
+            if lora_request.weights == "broken file":
+                raise ValueError("no adapter")
+            return SimpleNamespace(weights=lora_request.weights)
+
+        def list_adapters(self) -> set[int]:
+            return self.memory
+
+    return Manager
+
+
 class Rig:
-    """vLLM's manager over one folder; threads run when the test says so."""
+    """One engine's worker."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.later: list[Callable[[], None]] = []
-        self.while_loading: Callable[[], None] = lambda: None
-        rig = self
+    def __init__(self, watch: AdapterWatch | None = None, kind: Any = None, config: Any = None) -> None:
+        self.config = SimpleNamespace() if config is None else config
+        self.kind = kind or manager_class()
+        self.book = (watch or AdapterWatch()).open(self.kind, self.config, 0)
+        self.book._identify = self.identify
+        self.hashed = 0
+        self.manager = self.kind(self.config)
 
-        class Manager:
-            def __init__(self) -> None:
-                self.held: set[int] = set()
+    def identify(self, model: Any) -> str:
+        self.hashed += 1
+        if model.weights == "unknown":
+            raise TypeError("an adapter holds a function")
+        return f"identity of {model.weights}"
 
-            def _load_adapter(self, lora_request: Any) -> str:
-                rig.while_loading()
-                return "adapter"
+    def load(self, name: str, weights: str, number: int = 1) -> Adapter:
+        """vLLM reads an adapter; returns what a plan says of it."""
+        request = SimpleNamespace(lora_int_id=number, lora_name=name, weights=weights)
+        assert self.manager._load_adapter(request).weights == weights
+        self.manager.memory.add(number)
+        return note(name, weights, number)
 
-            def list_adapters(self) -> set[int]:
-                return self.held
+    def says(self, adapter: Adapter) -> tuple[bool, bool]:
+        return self.book.made(adapter), self.book.will_make(adapter)
 
-        self.watch = AdapterWatch(self.later.append)
-        self.watch.begin(Manager)
-        self.watch.begin(Manager)  # twice is once
-        self.manager = Manager()
 
-    def write(self, weights: bytes) -> Adapter:
-        self.folder.mkdir(exist_ok=True)
-        (self.folder / "adapter_config.json").write_text("{}")
-        (self.folder / "adapter_model.safetensors").write_bytes(weights)
-        path = str(self.folder)
-        return Adapter(1, path, adapter_stamp(path), adapter_identity(path))
-
-    def load(self, number: int = 1) -> None:
-        request = SimpleNamespace(lora_int_id=number, lora_path=str(self.folder))
-        assert self.manager._load_adapter(request) == "adapter"
-        self.manager.held.add(number)
-
-    def read(self) -> None:
-        while self.later:
-            self.later.pop(0)()
+def note(name: str, weights: str, number: int = 1) -> Adapter:
+    return Adapter(number, name, (f"identity of {weights}",))
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path / "adapter")
+def rig() -> Rig:
+    return Rig()
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_what_was_loaded_is_known_at_once(rig: Rig, is_read: bool):
-    one = rig.write(b"one")
-    assert not rig.watch.made(one)
-    assert rig.watch.will_make(one), "it will be read from these files"
-    rig.load()
-    if is_read:
-        rig.read()
-    assert rig.watch.made(one) and rig.watch.will_make(one)
-    assert not rig.watch.made(one._replace(number=2))
+def test_only_what_was_loaded_is_known(rig: Rig):
+    assert rig.says(note("a", "one")) == (False, False)
+    one = rig.load("a", "one")
+    assert rig.says(one) == (True, True)
+    assert rig.says(one._replace(number=2)) == (False, False)
+    assert rig.says(one._replace(name="b")) == (False, False)
+    assert rig.says(note("a", "two")) == (False, False)
+    assert rig.says(one._replace(identities=())) == (False, False)
 
 
-def test_files_that_changed_after_the_load_are_not_what_was_loaded(rig: Rig):
-    rig.write(b"one")
-    rig.load()
-    rig.read()
-    two = rig.write(b"two")
-    assert not rig.watch.made(two) and not rig.watch.will_make(two)
+def test_an_adapter_that_is_not_in_memory_is_not_loaded_for(rig: Rig):
+    one = rig.load("a", "one")
+    rig.manager.memory.clear()
+    assert rig.says(one) == (True, False)
+    rig.load("a", "one")
+    assert rig.says(one) == (True, True)
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_number_that_had_other_weights_once_is_never_trusted_again(rig: Rig, is_read: bool):
-    one = rig.write(b"one")
-    rig.load()
-    rig.read()
-    two = rig.write(b"two")
-    rig.load()
-    if is_read:
-        rig.read()
-    for adapter in (one, two):
-        assert not rig.watch.made(adapter) and not rig.watch.will_make(adapter)
+def test_a_name_that_had_other_weights_once_is_never_trusted_again(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+):
+    one, two = rig.load("a", "one"), rig.load("a", "two")
+    assert rig.says(one) == rig.says(two) == (False, False)
+    rig.load("a", "one")
+    again = rig.load("a", "one", number=2)
+    assert rig.says(one) == rig.says(again) == (False, False)
+    assert rig.says(rig.load("b", "one", number=3)) == (True, True), "another name is as good as ever"
+    assert caplog.text.count("it had other weights before") == 1
 
 
-def test_files_that_were_only_touched_are_the_same_once_they_have_been_read(rig: Rig):
-    one = rig.write(b"one")
-    rig.load()
-    rig.read()
-    os.utime(rig.folder / "adapter_model.safetensors", ns=(5, 5))
-    touched = one._replace(stamp=adapter_stamp(one.path))
-    assert rig.watch.made(touched) and rig.watch.will_make(touched)
-    rig.load()
-    assert not rig.watch.made(touched), "not read yet"
-    rig.read()
-    assert rig.watch.made(touched)
+def test_what_is_not_cached_any_more_is_not_hashed_any_more(rig: Rig):
+    for weights in ("one", "two", "one", "two"):
+        rig.load("a", weights)
+    assert rig.hashed == 2
 
 
-def test_a_number_begins_anew_with_another_engine_of_the_process(rig: Rig):
-    rig.write(b"one")
-    rig.load()
-    rig.read()
-    two = rig.write(b"two")
-    rig.manager = type(rig.manager)()  # the first engine and its manager are gone
-    rig.load()
-    rig.read()
-    assert rig.watch.made(two) and rig.watch.will_make(two)
+def test_weights_that_cannot_be_told_are_nobodys_and_vllm_hears_nothing_of_it(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+):
+    rig.load("a", "unknown")
+    one = rig.load("a", "one")
+    assert rig.says(one) == (False, False)
+    assert caplog.text.count("its weights cannot be told: TypeError") == 1
+
+
+def test_a_load_that_vllm_fails_says_nothing(rig: Rig):
+    one = rig.load("a", "one")
+    with pytest.raises(ValueError, match="no adapter"):
+        rig.load("a", "broken file")
+    assert rig.says(one) == (True, True)
+
+
+def test_a_request_that_cannot_be_read_spoils_all_and_vllm_hears_nothing_of_it(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+):
+    one = rig.load("a", "one")
+    assert rig.manager._load_adapter(SimpleNamespace(weights="x")).weights == "x"
+    assert rig.says(one) == (False, False)
+    assert "nobody knows which" in caplog.text
+
+
+def test_a_number_that_has_two_names_spoils_both(rig: Rig):
+    a, b = rig.load("a", "one"), rig.load("b", "two")
+    other = rig.load("b", "two", number=2)
+    assert rig.says(a) == rig.says(b) == rig.says(other) == (False, False)
+
+
+def test_engines_of_one_process_do_not_meet():
+    watch, kind = AdapterWatch(), manager_class()
+    one, two = Rig(watch, kind), Rig(watch, kind)
+    first = one.load("a", "one")
+    assert two.says(first) == (False, False)
+    second = two.load("a", "two")
+    assert one.says(first) == two.says(second) == (True, True)
+    assert one.says(second) == two.says(first) == (False, False)
+
+
+def test_an_engine_that_is_gone_leaves_nothing_behind():
+    watch, kind = AdapterWatch(), manager_class()
+    one = Rig(watch, kind)
+    one.load("a", "one")
+    del one
+    gc.collect()
+    assert len(watch._books) == 0
+    two = Rig(watch, kind)
+    assert two.says(two.load("a", "two")) == (True, True)
+
+
+def test_engines_that_cannot_be_told_apart_cache_no_adapter(caplog: pytest.LogCaptureFixture):
+    watch, kind, config = AdapterWatch(), manager_class(), SimpleNamespace()
+    one, two = Rig(watch, kind, config), Rig(watch, kind, config)
+    a, b = one.load("a", "one"), two.load("b", "two")
+    assert one.says(a) == two.says(b) == (False, False)
+    assert "share one LoRA configuration" in caplog.text
+
+
+def test_a_manager_that_vllm_makes_anew_keeps_the_history(rig: Rig):
+    one = rig.load("a", "one")
+    rig.manager = rig.kind(rig.config)
+    gc.collect()
+    assert rig.says(one) == (True, False)
+    rig.load("a", "two")
+    assert rig.says(one) == (False, False)
 
 
 def test_a_method_that_somebody_else_wrapped_is_watched_too(rig: Rig):
-    class Wrapped(type(rig.manager)):  # type: ignore[misc]
-        @functools.wraps(type(rig.manager)._load_adapter.__wrapped__)
-        def _load_adapter(self, lora_request: Any) -> str:
-            return "adapter"
+    class Wrapped(rig.kind):  # type: ignore[misc, name-defined]
+        @functools.wraps(rig.kind._load_adapter.__wrapped__)
+        def _load_adapter(self, lora_request: Any) -> Any:
+            return SimpleNamespace(weights=lora_request.weights)
 
-    rig.watch.begin(Wrapped)
-    rig.manager = Wrapped()
-    one = rig.write(b"one")
-    rig.load()
-    assert rig.watch.made(one)
+    other = Rig(kind=Wrapped)
+    assert other.says(other.load("a", "one")) == (True, True)
 
 
-def test_an_evicted_adapter_is_what_lies_in_its_folder_now(rig: Rig):
-    one = rig.write(b"one")
-    rig.load()
-    rig.read()
-    rig.manager.held.clear()
-    assert rig.watch.will_make(one)
-    rig.write(b"two")
-    assert rig.watch.made(one) and not rig.watch.will_make(one)
+def test_twice_wrapped_is_once():
+    watch, kind = AdapterWatch(), manager_class()
+    rig, _ = Rig(watch, kind), Rig(watch, kind)
+    rig.load("a", "one")
+    assert rig.hashed == 1
 
 
-def test_files_that_changed_during_the_load_are_nobodys(rig: Rig):
-    one = rig.write(b"one")
-    rig.while_loading = lambda: rig.write(b"two") and None
-    rig.load()
-    rig.read()
-    two = rig.write(b"two")
-    assert not rig.watch.made(one) and not rig.watch.made(two)
+def test_the_books_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(module, "_MOST_NAMES", 3)
+    monkeypatch.setattr(module, "_MOST_NUMBERS", 5)
+    rig = Rig()
+    known = [rig.load(f"n{k}", "one", number=k) for k in range(1, 9)]
+    assert [rig.book.made(one) for one in known] == [True] * 3 + [False] * 5
+    assert len(rig.book._names) == 3 and len(rig.book._numbers) == 5
+    assert caplog.text.count("more than 3 LoRA adapters") == 1
+    again = rig.load("n1", "one", number=99)
+    assert not rig.book.made(again), "a number that is not kept could have had any name"
 
 
-def test_files_that_change_before_they_are_read_again_are_nobodys(rig: Rig):
-    one = rig.write(b"one")
-    rig.load()
-    assert rig.watch.made(one)
-    two = rig.write(b"two")
-    rig.read()
-    assert not rig.watch.made(one) and not rig.watch.made(two)
+def test_a_report_says_what_is_in_memory_when_that_changed_or_the_step_is_idle(rig: Rig):
+    book = rig.book
+    assert book.held(1, again=False).known == {}
+    assert book.held(2, again=False) == (2, None)
+    rig.load("a", "one")
+    assert book.held(3, again=False) == (3, {1: ("a", "identity of one")})
+    assert book.held(4, again=False) == (4, None)
+    assert book.held(5, again=True) == (5, {1: ("a", "identity of one")})
+    rig.manager.memory = set()
+    assert book.held(6, again=False) == (6, {})
+    rig.load("a", "one")
+    book.held(7, again=False)
+    rig.load("a", "two")
+    assert book.held(8, again=False) == (8, {1: ("a", "")}), "memory holds the same number"
+    rig.manager.memory.add(5)
+    assert book.held(9, again=False) == (9, {1: ("a", "")}), "a dummy of vLLM's"
 
 
-def test_a_folder_that_is_gone_is_nobodys(rig: Rig):
-    one = rig.write(b"one")
-    for name in os.listdir(rig.folder):
-        (rig.folder / name).unlink()
-    rig.folder.rmdir()
-    assert not rig.watch.will_make(one)
-
-
-def test_a_hub_name_that_the_load_downloads_is_known_by_its_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    commits: list[str] = []
-
-    def stamp(path: str) -> str:
-        if not commits:
-            raise FileNotFoundError(2, "not in the cache", path)
-        return commits[-1]
-
-    monkeypatch.setattr(module, "adapter_stamp", stamp)
-    monkeypatch.setattr(module, "stable_identity", lambda path, stamp: f"identity {stamp}")
-    rig.folder = Path("org/name")
-    rig.while_loading = lambda: commits.append("abc")
-    rig.load()
-    hub = Adapter(1, "org/name", "abc", "identity abc")
-    assert rig.watch.made(hub)
-    rig.read()
-    assert rig.watch.made(hub)
+def test_each_rank_compares_its_own_share():
+    config = SimpleNamespace()
+    book = Book(config, 1, lambda model: "mine")
+    manager = manager_class()(config)
+    book.loaded(manager, 1, "a", None)
+    assert book.made(Adapter(1, "a", ("other's", "mine")))
+    assert not book.made(Adapter(1, "a", ("mine", "other's")))
+    assert not book.made(Adapter(1, "a", ("mine",)))

@@ -1,4 +1,4 @@
-"""Which weights and code a model or an adapter has, told without trusting a name."""
+"""Which weights and code a model has, told without trusting a name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from py_kvcache.errors import UnsupportedError
 from py_kvcache.identity import (
-    adapter_identity,
-    adapter_stamp,
     code_mark,
     foreign_code,
     model_identity,
@@ -128,12 +126,6 @@ def test_an_index_without_weights_is_no_weights(tmp_path: Path):
         model_identity(str(tmp_path), None, "runai_streamer", 0)
 
 
-def test_an_adapter_without_weights_is_no_adapter(tmp_path: Path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(OSError, match="no weights"):
-        adapter_identity(str(tmp_path))
-
-
 def test_a_cache_below_a_folder_named_snapshots_tells_commits_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -183,83 +175,3 @@ def test_a_revision_chooses_the_commit(tmp_path: Path, monkeypatch: pytest.Monke
     for commit in ("a" * 40, "b" * 40):
         hub(tmp_path, monkeypatch, "org/name", commit, "config.json")
     assert model_identity("org/name", "a" * 40, "auto", 0)["commit"] == "a" * 40
-
-
-# ---- adapters
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    path = tmp_path / "adapter"
-    path.mkdir()
-    (path / "adapter_config.json").write_text('{"r": 8}')
-    (path / "adapter_model.safetensors").write_bytes(b"weights")
-    return path
-
-
-def test_an_adapter_is_known_by_its_content_alone(adapter: Path, tmp_path: Path):
-    before = adapter_identity(str(adapter))
-    os.utime(adapter / "adapter_model.safetensors", ns=(5, 5))
-    (adapter / "README.md").write_text("words")
-    assert adapter_identity(str(adapter)) == before
-    adapter.rename(tmp_path / "elsewhere")
-    assert adapter_identity(str(tmp_path / "elsewhere")) == before
-
-
-@pytest.mark.parametrize(("file", "content"), [("adapter_model.safetensors", b"weightz"),
-                                               ("adapter_config.json", b'{"r": 9}')])  # fmt: skip
-def test_other_weights_or_settings_make_another_adapter(adapter: Path, file: str, content: bytes):
-    before = adapter_identity(str(adapter))
-    (adapter / file).write_bytes(content)
-    assert adapter_identity(str(adapter)) != before
-
-
-def test_a_large_adapter_is_known_by_its_last_byte_too(adapter: Path):
-    path = adapter / "adapter_model.safetensors"
-    found = set()
-    for last in (b"a", b"b"):
-        path.write_bytes(bytes(40 << 20) + last)
-        os.utime(path, ns=(5, 5))
-        found.add(adapter_identity(str(adapter)))
-    assert len(found) == 2
-
-
-def test_a_hub_adapter_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = set()
-    for commit in ("a" * 40, "b" * 40):
-        hub(tmp_path, monkeypatch, "org/adapter", commit, "adapter_config.json")
-        found.add(adapter_identity("org/adapter"))
-    assert len(found) == 2
-
-
-def test_an_adapter_of_which_nothing_is_known_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    hub(tmp_path, monkeypatch, "org/other", "a" * 40, "adapter_config.json")
-    with pytest.raises(OSError, match="org/adapter"):
-        adapter_identity("org/adapter")
-
-
-def test_a_stamp_changes_with_any_file_of_the_adapter_whatever_its_times_say(adapter: Path):
-    path = adapter / "adapter_model.safetensors"
-    seen = os.stat(path)
-    before = adapter_stamp(str(adapter))
-    assert adapter_stamp(str(adapter)) == before
-    path.write_bytes(b"weightz")
-    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    later = adapter_stamp(str(adapter))
-    (adapter / "more.safetensors").write_bytes(b"x")
-    assert before != later != adapter_stamp(str(adapter))
-
-
-def test_a_stamp_changes_when_a_link_to_the_adapter_does(adapter: Path, tmp_path: Path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "current").symlink_to(adapter)
-    before = adapter_stamp(str(tmp_path / "current"))
-    (tmp_path / "current").unlink()
-    (tmp_path / "current").symlink_to(tmp_path / "other")
-    assert adapter_stamp(str(tmp_path / "current")) != before
-
-
-def test_a_tilde_is_the_home_folder(adapter: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", str(adapter.parent))
-    assert adapter_identity("~/adapter") == adapter_identity(str(adapter))
-    assert adapter_stamp("~/adapter") == adapter_stamp(str(adapter))

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="plans are subclasses of vLLM's own messages")
 
 from py_kvcache import metrics
-from py_kvcache.plan import Failures, TransferPlan, WorkerReport
+from py_kvcache.plan import Failures, Held, TransferPlan, WorkerReport
 from py_kvcache.vllm_api import LoadStoreSpec, OffloadingWorkerMetadata
 
 KEYS = [bytes([n]) * 36 for n in range(3)]
@@ -73,6 +73,13 @@ def test_a_block_that_failed_on_any_rank_has_failed():
     assert set(joined.failed_loads) == {1, 2, 3}
     assert joined.failed_stores[7].faults == {KEYS[0]: "no_space"}
     assert mine.failed_loads[1].faults == {KEYS[0]: "io"}, "the ranks' own reports stay as they were"
+
+
+def test_joining_ranks_keeps_what_each_said_of_its_adapters():
+    mine, other = report(), report()
+    mine.adapters = {0: Held(3, {1: ("name", "one")})}
+    other.adapters = {1: Held(3, None)}
+    assert mine.aggregate(other).adapters == {0: Held(3, {1: ("name", "one")}), 1: Held(3, None)}
 
 
 def test_samples_are_summed_over_ranks_and_flags_are_the_largest():

@@ -317,6 +317,15 @@ def test_a_job_or_request_that_is_gone_needs_no_rewind():
     assert stock.state.next_stored_chunk_idx == 5
 
 
+def test_a_requests_chunks_are_offered_again_from_a_given_one_on():
+    stock = scheduler(KEYS, stored=5)
+    vllm_api.offer_again(stock, "r", KEYS[2])
+    assert stock.state.next_stored_chunk_idx == 2
+    for request, key in (("r", b"none"), ("nobody", KEYS[0]), ("r", KEYS[4])):
+        vllm_api.offer_again(stock, request, key)
+    assert stock.state.next_stored_chunk_idx == 2
+
+
 def test_on_026_a_request_aborted_while_waiting_keeps_no_more_keys_than_it_has_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -127,6 +127,8 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
             self.manager.note_report(report)
             for job, failures in report.failed_loads.items():
                 vllm_api.rewind_store(self.connector_scheduler, job, failures.faults)
+            for request_id, key in self.manager.take_postponed().items():
+                vllm_api.offer_again(self.connector_scheduler, request_id, key)
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -162,7 +164,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         idle = vllm_api.is_idle(scheduler_output)
         if idle:
             self.manager.wait_if_asking()
-        meta.step_note = StepNote(idle, jobs)
+        meta.step_note = StepNote(idle, jobs, self.manager.next_step())
         return meta
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:

@@ -43,7 +43,7 @@ class Fault(Enum):
     PAUSED = "paused"  # stores stopped at the volume's watermark or by a budget
     QUEUE_FULL = "queue_full"  # bounded store queue
     DEVICE = "device"  # the copy between slot and device failed
-    ADAPTER = "adapter"  # the worker has other weights of the LoRA adapter than the block was made with
+    ADAPTER = "adapter"  # other weights of the LoRA adapter than the block's, or none in memory
 
 
 # Only these say that the bytes on disk are wrong; an errno never does (an NFS brown-out must not

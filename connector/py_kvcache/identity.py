@@ -1,12 +1,10 @@
-"""Which weights and code a model or an adapter has: a hub commit, or what the local files say.
+"""Which weights and code a model has: a hub commit, or what the local files say.
 
 Names say nothing: the same name or path holds other weights tomorrow.
 """
 
 from __future__ import annotations
 
-import errno
-import functools
 import glob
 import hashlib
 import json
@@ -170,64 +168,3 @@ def display_name(model: str) -> str:
     if snapshot is not None and not snapshot["rest"]:
         return snapshot["repo"].replace("--", "/")
     return os.path.basename(model.rstrip("/")) if os.path.isabs(model) or os.path.exists(model) else model
-
-
-# ---- LoRA adapters
-
-
-def _adapter_files(path: str) -> list[str]:
-    return [
-        name
-        for name in sorted(os.listdir(path))
-        if name.endswith((*SHARD_ENDINGS, ".json")) and os.path.isfile(os.path.join(path, name))
-    ]
-
-
-def _adapter_commit(path: str) -> str:
-    commit = _commit_of(path, None, "adapter_config.json")
-    if commit is None:
-        raise FileNotFoundError(errno.ENOENT, "neither a folder nor in the local hub cache", path)
-    return commit
-
-
-def adapter_identity(path: str) -> str:
-    """Hash of a LoRA adapter's files; its name and path say nothing about its weights.
-
-    Raises:
-        OSError: the folder cannot be read, or no commit is known for a hub name.
-        ValueError: neither a path nor a hub name.
-    """
-    folder = os.path.expanduser(path)
-    if not os.path.exists(folder):
-        return digest({"adapter": path, "commit": _adapter_commit(path)})
-    names = _adapter_files(folder)
-    if not any(name.endswith(SHARD_ENDINGS) for name in names):
-        raise FileNotFoundError(errno.ENOENT, f"no weights ({', '.join(SHARD_ENDINGS)}) in it", path)
-    return digest({"adapter": [[name, content_mark(os.path.join(folder, name))] for name in names]})
-
-
-@functools.lru_cache(1024)
-def stable_identity(path: str, stamp: str) -> str:
-    """adapter_identity of files that have the stamp (below). Raises OSError if they change meanwhile."""
-    identity = adapter_identity(path)
-    if adapter_stamp(path) != stamp:
-        raise OSError(f"{path} changes while it is read")
-    return identity
-
-
-def adapter_stamp(path: str) -> str:
-    """What changes whenever a file of the adapter does, without reading any: cheap enough for each request.
-
-    Sizes, mtimes and ctimes; a ctime cannot be set, and a file that is moved or linked here gets a new one.
-
-    Raises:
-        OSError, ValueError: see adapter_identity.
-    """
-    folder = os.path.expanduser(path)
-    if not os.path.exists(folder):
-        return digest({"adapter": path, "commit": _adapter_commit(path)})
-    seen: list[Any] = [os.path.realpath(folder)]
-    for name in _adapter_files(folder):
-        status = os.stat(os.path.join(folder, name))
-        seen.append([name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-    return digest({"stamp": seen})

@@ -14,15 +14,26 @@ from py_kvcache.vllm_api import LoadStoreSpec, OffloadingWorkerMetadata
 
 
 class Adapter(NamedTuple):
-    """The LoRA adapter of a request: vLLM's number and path of it, and what its files were then.
+    """The LoRA adapter of a request: vLLM's number and name of it, and its weights on each rank, in order.
 
-    See identity.py for ``stamp`` and ``identity``.
+    See loraweights.py for the identities.
     """
 
     number: int
-    path: str
-    stamp: str
-    identity: str
+    name: str
+    identities: tuple[str, ...]
+
+
+class Held(NamedTuple):
+    """The LoRA adapters that a rank has in memory.
+
+    Args:
+        step: number of the step (StepNote) that this was said after.
+        known: number -> name and identity, "" for a name that is not cached; None: as said before.
+    """
+
+    step: int
+    known: dict[int, tuple[str, str]] | None
 
 
 class TransferPlan(LoadStoreSpec):  # type: ignore[misc]
@@ -56,10 +67,13 @@ class StepNote:
     Args:
         idle: nothing is computed in this step; vLLM makes one after the other while transfers are under way.
         held: requests that ended, whose KV blocks vLLM keeps until we say that these jobs have copied them.
+        number: counts the steps, so that the scheduler can tell which one a report belongs to: with
+            asynchronous scheduling it comes one or more steps later.
     """
 
     idle: bool
     held: dict[str, frozenset[int]]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +89,16 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     """What a rank tells the scheduler each step, beyond the jobs it completed.
 
     Every rank sends one each step, so that ``aggregate`` never meets the stock class. ``layouts``
-    describe the rank's KV tensors; sent until a step carried them.
+    describe the rank's KV tensors; sent until a step carried them. ``adapters`` say for each rank which
+    LoRA adapters it has: after each change, and in steps that compute nothing, so that one that was lost
+    costs a miss.
     """
 
     failed_loads: dict[int, Failures] = field(default_factory=dict)
     failed_stores: dict[int, Failures] = field(default_factory=dict)
     samples: Samples = field(default_factory=Samples)
     layouts: tuple[dict[str, Any], ...] = ()
+    adapters: dict[int, Held] = field(default_factory=dict)
 
     def aggregate(self, other: OffloadingWorkerMetadata) -> WorkerReport:
         """Join another rank's report of the same step; called by vLLM's output aggregator."""
@@ -94,6 +111,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
             _join(joined.failed_stores, report.failed_stores)
             joined.samples.merge_rank(report.samples)
             joined.layouts += report.layouts
+            joined.adapters.update(report.adapters)
         return joined
 
 

@@ -46,16 +46,17 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
             namespace.Spaces(facts),
             parts=tuple(range(parallel.tensor_parallel_size // replicas)),
             hashes_per_block=self.settings.block_tokens // self.tokens_per_hash,
+            ranks=parallel.world_size,
         )
         return self.manager
 
     def get_worker(self, kv_caches: Any) -> Executor:
         """Worker process, once its KV tensors exist."""
         replicas = vllm_api.replication(self._vllm_config)
-        if self._vllm_config.lora_config is not None:
-            ADAPTERS.begin(vllm_api.lora_manager_class())
         # In a data-parallel deployment `rank` counts within this engine only.
         rank = self._vllm_config.parallel_config.rank
+        lora = self._vllm_config.lora_config
+        adapters = None if lora is None else ADAPTERS.open(vllm_api.lora_manager_class(), lora, rank)
         self.executor = Executor(
             self.settings,
             kv_caches,
@@ -63,5 +64,6 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
             part=rank // replicas,
             writes=rank % replicas == 0,
             rank=rank,
+            adapters=adapters,
         )
         return self.executor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -293,14 +293,25 @@ def rewind_store(connector_scheduler: Any, job_id: int, first_failed: Mapping[by
     status = connector_scheduler._req_status.get(job.req_id) if job is not None else None
     if status is None:
         return 0
+    return _rewind(status, first_failed)
+
+
+def _rewind(status: Any, keys: Container[bytes]) -> int:
     given_back = 0
     for state in status.group_states:
         for position, key in enumerate(state.offload_keys[: state.next_stored_chunk_idx]):
-            if key in first_failed:
+            if key in keys:
                 given_back += state.next_stored_chunk_idx - position
                 state.next_stored_chunk_idx = position
                 break
     return given_back
+
+
+def offer_again(connector_scheduler: Any, request_id: str, first: bytes) -> None:
+    """Let a request's chunks from this one on be offered for storing again, with its next step or its end."""
+    status = connector_scheduler._req_status.get(request_id)
+    if status is not None:
+        _rewind(status, (first,))
 
 
 def trim_finished(connector_scheduler: Any, request_id: str) -> None:
@@ -318,9 +329,15 @@ def trim_finished(connector_scheduler: Any, request_id: str) -> None:
         del state.offload_keys[len(state.block_ids) // per_chunk :]
 
 
+def was_aborted(request: Any) -> bool:
+    """What vLLM notes of its blocks may be old: a request that was preempted before has others' by then."""
+    return getattr(getattr(request, "status", None), "name", "") == "FINISHED_ABORTED"
+
+
 def ended_by_itself(request: Any) -> bool:
     """Not aborted: what vLLM does with the blocks of a request aborted during a load is its own business."""
-    return bool(request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"))
+    name = getattr(getattr(request, "status", None), "name", "")
+    return name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 def store_jobs_of(connector_scheduler: Any, request_ids: set[str]) -> dict[str, frozenset[int]]:

@@ -2,7 +2,7 @@
 
 Two fine-tunes of one base have the same file names, sizes and safetensors headers; reproducible images
 and stores (SOURCE_DATE_EPOCH, Nix) give all files one mtime. A checkpoint is too large to be read twice at
-each start, so pages from every tensor of it are; an adapter is small and is read whole.
+each start, so pages from every tensor of it are; code is small and is read whole.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Driver:
         if more.get("lora"):
             from vllm.lora.request import LoRARequest
 
-            name, number, path = more["lora"]
-            lora = LoRARequest(name, number, path)
+            name, number, path, *options = more["lora"]
+            lora = LoRARequest(name, number, path, **(options[0] if options else {}))
         began = time.monotonic()
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return {
@@ -271,8 +271,9 @@ class Driver:
         """What /v1/load_lora_adapter does: the worker reads the files before any request."""
         from vllm.lora.request import LoRARequest
 
-        name, number, path = lora
-        return {"ok": self.llm.llm_engine.add_lora(LoRARequest(name, number, path))}
+        name, number, path, *options = lora
+        request = LoRARequest(name, number, path, **(options[0] if options else {}))
+        return {"ok": self.llm.llm_engine.add_lora(request)}
 
     def reload_while_running(self, lora: list[Any], prompt: list[int]) -> dict[str, Any]:
         """A request is prefilled, its adapter is loaded anew in place, and the request goes on."""

@@ -399,3 +399,39 @@ def test_tensor_parallel_ranks_write_each_shard_once_and_load_it_again(model: st
     assert {file.stat().st_size for file in shards} != {
         blocks(tmp_path / next(iter(single)))[0].stat().st_size
     }
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_agree_on_an_adapter_and_find_its_blocks_again(
+    model: str, tmp_path: Path
+) -> None:
+    count, lora = LENGTH // 64, ["run", 1, str(tmp_path / "adapter")]
+    (tmp_path / "cache").mkdir()
+    arguments = engine_arguments(
+        model, str(tmp_path / "cache"), load_format="auto", tensor_parallel_size=2,
+        enable_lora=True, max_lora_rank=8, max_loras=1, extra={"lookup_deadline_s": 30},
+    )  # fmt: skip
+    two = Session(
+        {"PYTHONHASHSEED": "0", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONDONTWRITEBYTECODE": ""},
+        timeout=400,
+    )
+    try:
+        two.call("save_adapter", folder=lora[2], model=model, seed=1)
+        two.call("start", **arguments)
+        first = two.generate([PROMPT], lora=lora)
+        end = time.monotonic() + 60
+        while len(blocks(tmp_path / "cache")) < 2 * count and time.monotonic() < end:
+            two.generate([prompt(20, seed=99)])
+        assert len(blocks(tmp_path / "cache")) == 2 * count
+        second = two.generate([PROMPT], lora=lora)
+        # The workers read other weights under the name: nothing of it is cached any more.
+        two.call("save_adapter", folder=lora[2], model=model, seed=2)
+        two.call("add_lora", lora=[*lora, {"load_inplace": True}])
+        other = two.generate([PROMPT], lora=lora)
+        again = two.generate([PROMPT], lora=lora)
+    finally:
+        two.close()
+    assert (first["cached"], second["cached"]) == ([0], [count * 64])
+    assert first["tokens"] == second["tokens"] != other["tokens"]
+    assert other["tokens"] == again["tokens"]
+    assert other["cached"] == again["cached"] == [0]

@@ -67,14 +67,18 @@ vllm.v1.kv_cache_interface:FullAttentionSpec  block_size
 vllm.v1.kv_cache_interface:MLAAttentionSpec   block_size
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
 vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request status
-vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED
+vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED
 vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens
-vllm.lora.request:LoRARequest                 lora_name lora_path lora_int_id
-vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters
+vllm.lora.request:LoRARequest                 lora_name lora_int_id load_inplace
+  tensorizer_config_dict<0.31
+vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters lora_config
+vllm.lora.lora_model:LoRAModel                id rank loras
+vllm.lora.lora_weights:LoRALayerWeights       lora_a lora_b scaling
 vllm.config:LoRAConfig                        lora_dtype target_modules max_loras max_cpu_loras
 vllm.config:MultiModalConfig                  mm_processor_cache_gb
 vllm.config:KVTransferConfig                  kv_role kv_connector_extra_config kv_load_failure_policy
-vllm.config:ParallelConfig                    rank tensor_parallel_size pipeline_parallel_size
+vllm.config:ParallelConfig                    rank world_size tensor_parallel_size
+  pipeline_parallel_size
   prefill_context_parallel_size decode_context_parallel_size
 vllm.config:CacheConfig                       cache_dtype prefix_caching_hash_algo kv_cache_dtype_skip_layers
   calculate_kv_scales<0.27 kv_cache_layout>=0.30 enable_prefix_caching

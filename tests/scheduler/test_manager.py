@@ -16,11 +16,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="the manager is a subclass of vLLM's")
 
-from py_kvcache import identity, metrics
+from py_kvcache import metrics
 from py_kvcache.config import parse_config
 from py_kvcache.namespace import Spaces
-from py_kvcache.plan import Failures, WorkerReport
-from py_kvcache.scheduler import names as module
+from py_kvcache.plan import Adapter, Failures, Held, WorkerReport
+from py_kvcache.scheduler import adapters as adapters_module
+from py_kvcache.scheduler import names as names_module
 from py_kvcache.scheduler.lookup import SEEN_FOR_S
 from py_kvcache.scheduler.manager import ABSENT_FOR_S, HUNG_RETRY_S, Manager
 from py_kvcache.scheduler.probe import ChainAnswer, Prober
@@ -70,13 +71,21 @@ class Engine:
     """What vLLM's scheduler does with the manager: passes of look-ups, stores, completions."""
 
     def __init__(
-        self, root: Path | str = "/cache", *, known: bool = True, prober: Any = None, **extra: Any
+        self,
+        root: Path | str = "/cache",
+        *,
+        known: bool = True,
+        prober: Any = None,
+        ranks: int = 1,
+        **extra: Any,
     ) -> None:
         self.now = 1_000.0
         self.prober = prober or HandProber()
         self.spaces = Spaces({"model": "org/model"})
         config = parse_config({"root": str(root), "block_tokens": TOKENS, **extra}, {})
-        self.manager = Manager(config, self.spaces, (0,), 2, prober=self.prober, clock=lambda: self.now)
+        self.manager = Manager(
+            config, self.spaces, (0,), 2, ranks, prober=self.prober, clock=lambda: self.now
+        )
         if known:
             self.manager.set_layouts([{"slab": False}])
 
@@ -594,121 +603,239 @@ def test_what_failed_or_ended_in_the_old_namespace_says_nothing_about_the_new_on
     assert engine.ask(request) == [RETRY, RETRY]
 
 
-def lora(path: Path | str, number: int = 1, name: str = "same", **more: Any) -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=str(path), lora_int_id=number, **more)
+# ---- LoRA adapters
 
 
-def adapter(tmp_path: Path, weights: bytes) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    return folder
+def lora(number: int = 1, name: str = "same", **more: Any) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path="/nowhere", lora_int_id=number, **more)
 
 
-def run_jobs(engine: Engine) -> None:
-    while engine.prober.jobs:
-        engine.prober.jobs.pop(0)()
+def say(engine: Engine, *ranks: dict[int, tuple[str, str]] | None) -> None:
+    """One step: the workers' reports of it say what each rank has in memory (None: as before)."""
+    step = engine.manager.next_step()
+    held = {rank: Held(step, known) for rank, known in enumerate(ranks)}
+    engine.manager.note_report(WorkerReport(adapters=held))
 
 
-def test_an_adapter_is_identified_off_the_step_and_its_requests_wait_for_that(tmp_path: Path):
-    engine = Engine(tmp_path)
-    request = engine.admit("a", keys(1), lora=lora(adapter(tmp_path, b"one")))
-    assert engine.ask(request) == [RETRY]
+def space_of(engine: Engine, request: Any) -> str:
+    assert engine.ask(request)[0] is RETRY
+    return str(engine.prober.questions[-1].space)
+
+
+ONE, TWO = {1: ("same", "one")}, {1: ("same", "two")}
+
+
+def test_an_adapter_in_memory_is_known_at_once_and_has_a_namespace_of_its_own():
+    engine = Engine()
+    say(engine, ONE)
+    request = engine.admit("a", keys(1), lora=lora())
+    assert space_of(engine, request) == engine.spaces.name("one") != engine.spaces.name(None)
+    assert engine.manager.prepare_load(request.keys, request.context).adapter == Adapter(1, "same", ("one",))
+
+
+def test_an_unknown_adapter_is_waited_for_until_every_rank_has_spoken():
+    engine = Engine(ranks=2)
+    say(engine, {}, {})
+    request = engine.admit("a", keys(1), lora=lora())
+    assert engine.ask(request) == [RETRY], "that was said before the question"
+    say(engine, {})
+    assert engine.ask(request) == [RETRY], "the other rank has not spoken"
+    say(engine, None, None)
+    assert engine.ask(request) == [MISS], "it is not in memory: the request itself loads it"
     assert engine.prober.questions == []
-    run_jobs(engine)
+
+
+def test_a_report_of_a_step_that_began_before_the_question_does_not_answer_it():
+    engine = Engine()
+    step = engine.manager.next_step()
+    request = engine.admit("a", keys(1), lora=lora())
+    engine.manager.note_report(WorkerReport(adapters={0: Held(step, {})}))
     assert engine.ask(request) == [RETRY]
-    assert engine.prober.questions[0].space != engine.spaces.name(None)
+    say(engine, ONE)
+    assert space_of(engine, request) == engine.spaces.name("one")
 
 
-def test_an_adapter_of_the_same_name_and_path_with_other_weights_has_another_namespace(tmp_path: Path):
-    spaces = []
-    for number, weights in enumerate((b"one", b"two", b"one")):
-        engine = Engine(tmp_path)
-        request = engine.admit("a", keys(1), lora=lora(adapter(tmp_path, weights), number=number))
-        run_jobs(engine)
-        engine.ask(request)
-        spaces.append(engine.prober.questions[0].space)
-    assert spaces[0] == spaces[2] != spaces[1]
-
-
-def test_an_adapter_is_looked_at_for_each_request_and_read_again_only_if_its_files_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    reads: list[str] = []
-    real = identity.adapter_identity
-    monkeypatch.setattr(identity, "adapter_identity", lambda path: reads.append(path) or real(path))
-    engine, plans = Engine(tmp_path), []
-    for name, weights in (("a", b"one"), ("b", None), ("c", b"two")):
-        folder = adapter(tmp_path, weights) if weights else tmp_path / "adapter"
-        called = "other" if weights == b"two" else "same"
-        request = engine.admit(name, keys(1), lora=lora(folder, name=called))
-        run_jobs(engine)
-        engine.ask(request)
-        plans.append(engine.manager.prepare_load(request.keys, request.context))
-    assert plans[0].space == plans[1].space != plans[2].space
-    assert plans[0].adapter == plans[1].adapter != plans[2].adapter
-    assert plans[0].adapter[:2] == (1, str(tmp_path / "adapter"))
-    assert len(reads) == 2
-
-
-def test_an_adapter_that_changes_while_it_is_read_is_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    folder, real = adapter(tmp_path, b"one"), identity.adapter_identity
-
-    def read_slowly(path: str) -> str:
-        adapter(tmp_path, b"two")
-        return real(path)
-
-    monkeypatch.setattr(identity, "adapter_identity", read_slowly)
-    engine = Engine(tmp_path)
-    request = engine.admit("a", keys(1), lora=lora(folder))
-    run_jobs(engine)
+def test_workers_that_say_nothing_hold_up_a_request_until_its_deadline_only():
+    engine = Engine(lookup_deadline_s=1)
+    request = engine.admit("a", keys(1), lora=lora())
+    assert engine.ask(request) == [RETRY]
+    engine.now += 1.0
     assert engine.ask(request) == [MISS]
+
+
+def test_blocks_of_an_adapters_first_request_are_offered_again_once_it_is_known():
+    engine = Engine()
+    request = engine.admit("a", keys(3), lora=lora())
+    say(engine, {})
+    assert engine.ask(request) == [MISS]
+    assert engine.store(request, request.keys[:2]) == engine.store(request, request.keys[2:]) == []
+    assert engine.manager.take_postponed() == {}
+    say(engine, ONE)
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    assert engine.manager.take_postponed() == {}
+    plan = engine.manager.prepare_store(request.keys, request.context).store_spec
+    assert (plan.space, plan.keys) == (engine.spaces.name("one"), tuple(request.keys))
+    assert plan.adapter == Adapter(1, "same", ("one",))
+    engine.finish(request)
+    assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 0
+
+
+def test_with_several_ranks_blocks_are_stored_once_all_have_said_what_they_computed_with():
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    request = engine.admit("a", keys(4), lora=lora())
+    space_of(engine, request)
+    assert engine.store(request, request.keys[:2]) == []
+    say(engine, None)
+    assert engine.manager.take_postponed() == {}, "the other rank may have read other weights in that step"
+    engine.manager.note_report(WorkerReport(adapters={1: Held(engine.manager._step, None)}))
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    assert engine.store(request, request.keys[:3]) == request.keys[:2], "the third is computed by this step"
+    say(engine, None, None)
+    assert engine.manager.take_postponed() == {"a": request.keys[2]}
+    request.request.status = SimpleNamespace(name="FINISHED_STOPPED")
+    assert engine.store(request, request.keys[2:]) == request.keys[2:], "vLLM has heard of its last step"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_read_other_weights_in_the_step_that_computed_blocks_spoils_them_on_all(rank: int):
+    # The rank itself would store nothing, but what the others have computed rests on it.
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    request = engine.admit("a", keys(2), lora=lora())
+    space_of(engine, request)
     assert engine.store(request) == []
-    assert "changes while it is read" in caplog.text
+    said: list[dict[int, tuple[str, str]] | None] = [None, None]
+    said[rank] = {1: ("same", "")}
+    say(engine, *said)
+    engine.manager.take_postponed()
+    request.request.status = SimpleNamespace(name="FINISHED_STOPPED")
+    assert engine.store(request) == []
 
 
-def test_a_name_that_had_another_adapter_before_is_never_cached_again(tmp_path: Path):
-    # vLLM's prefix cache knows adapters by name: the second's blocks would rest on the first's.
-    engine = Engine(tmp_path)
-    first = engine.admit("a", keys(2), lora=lora(adapter(tmp_path, b"one")))
-    run_jobs(engine)
-    assert engine.ask(first) == [RETRY, RETRY]
-    second = engine.admit("b", keys(2), lora=lora(adapter(tmp_path, b"two"), number=2))
-    run_jobs(engine)
-    back = engine.admit("c", keys(2), lora=lora(adapter(tmp_path, b"one"), number=3))
-    run_jobs(engine)
-    for request in (first, second, back):
+def test_a_preempted_requests_blocks_wait_for_the_step_that_computes_them_again():
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    request = engine.admit("a", keys(2), lora=lora())
+    space_of(engine, request)
+    assert engine.store(request) == []
+    say(engine, None, None)
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    engine.ask(request)
+    assert engine.store(request) == []
+    say(engine, None, None)
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    assert engine.store(request) == request.keys
+
+
+def test_blocks_of_an_adapter_that_is_never_known_are_counted_as_not_stored():
+    engine = Engine()
+    request = engine.admit("a", keys(3), lora=lora())
+    assert engine.store(request) == []
+    engine.finish(request)
+    say(engine, ONE)
+    assert engine.manager.take_postponed() == {}
+    assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 3
+
+
+def test_an_aborted_requests_blocks_are_not_stored_later():
+    # vLLM may have given them to others: what it notes of a request that was preempted is old.
+    engine = Engine()
+    request = engine.admit("a", keys(3), lora=lora())
+    assert engine.store(request) == []
+    say(engine, ONE)
+    assert engine.manager.take_postponed() == {"a": request.keys[0]}
+    request.request.status = SimpleNamespace(name="FINISHED_ABORTED")
+    assert engine.store(request) == []
+    assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 3
+
+
+def test_ranks_with_different_weights_have_a_namespace_for_their_mix():
+    names = set()
+    for ranks in ((ONE, ONE), (TWO, TWO), (ONE, TWO), (TWO, ONE)):
+        engine = Engine(ranks=2)
+        say(engine, *ranks)
+        request = engine.admit("a", keys(1), lora=lora())
+        names.add(space_of(engine, request))
+        adapter = engine.manager.prepare_load(request.keys, request.context).adapter
+        assert adapter.identities == tuple(known[1][1] for known in ranks)
+    assert len(names) == 4
+    assert {engine.spaces.name("one"), engine.spaces.name("two")} < names
+
+
+def test_an_adapter_that_a_rank_lacks_is_not_known():
+    engine = Engine(ranks=2)
+    request = engine.admit("a", keys(1), lora=lora())
+    say(engine, ONE, {})
+    assert engine.ask(request) == [MISS]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_any_rank_does_not_trust_is_never_cached_again(rank: int):
+    engine = Engine(ranks=2)
+    say(engine, ONE, ONE)
+    running = engine.admit("a", keys(2), lora=lora())
+    space_of(engine, running)
+    mixed = [ONE, ONE]
+    mixed[rank] = {1: ("same", "")}
+    say(engine, *mixed)
+    say(engine, ONE, ONE)
+    later = engine.admit("b", keys(2), lora=lora(number=2))
+    for request in (running, later):
         assert engine.ask(request) == [MISS]
         assert engine.store(request) == []
-    other = engine.admit("d", keys(2), lora=lora(tmp_path / "adapter", number=4, name="new"))
-    run_jobs(engine)
-    assert engine.ask(other) == [RETRY, RETRY], "another name is as good as ever"
+    assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 4
+    say(engine, {3: ("new", "one")}, {3: ("new", "one")})
+    other = engine.admit("c", keys(2), lora=lora(3, "new"))
+    assert space_of(engine, other) == engine.spaces.name("one"), "another name is as good as ever"
 
 
-@pytest.mark.parametrize("book", ["failed_loads", "failed_stores"])
-def test_a_name_of_which_a_worker_had_other_weights_is_never_cached_again(tmp_path: Path, book: str):
-    engine = Engine(tmp_path)
-    request = engine.admit("a", keys(2), lora=lora(adapter(tmp_path, b"one")))
-    run_jobs(engine)
-    engine.ask(request)
-    plan = engine.manager.prepare_load(request.keys, request.context)
-    failures = {1: Failures(plan.space, {request.keys[0]: "adapter"})}
-    engine.manager.note_report(WorkerReport(**{book: failures}))
-    again = engine.admit("b", keys(2), lora=lora(tmp_path / "adapter", number=2))
-    run_jobs(engine)
-    assert engine.ask(again) == engine.ask(request)[:1] == [MISS]
-    assert engine.store(again) == []
+def test_a_number_with_two_names_spoils_both():
+    # The worker has the first's weights in memory and reads nothing for the second.
+    engine = Engine()
+    say(engine, ONE)
+    first = engine.admit("a", keys(1), lora=lora())
+    second = engine.admit("b", keys(1), lora=lora(1, "other"))
+    say(engine, {1: ("same", "one"), 2: ("other", "two")})
+    third = engine.admit("c", keys(1), lora=lora(2, "other"))
+    for request in (first, second, third):
+        assert engine.ask(request) == [MISS]
+        assert engine.store(request) == []
 
 
-def test_weights_that_tensorizer_keeps_elsewhere_are_not_cached(tmp_path: Path):
-    engine = Engine(tmp_path)
-    elsewhere = lora(adapter(tmp_path, b"one"), tensorizer_config_dict={"tensorizer_dir": "/elsewhere"})
-    request = engine.admit("a", keys(1), lora=elsewhere)
-    run_jobs(engine)
+@pytest.mark.parametrize("field", ["load_inplace", "tensorizer_config_dict"])
+def test_weights_that_are_read_again_in_each_step_or_lie_elsewhere_are_not_cached(field: str):
+    engine = Engine()
+    say(engine, ONE)
+    request = engine.admit("a", keys(1), lora=lora(**{field: True}))
     assert engine.ask(request) == [MISS]
+    assert engine.store(request) == []
+    assert engine.counted(metrics.STORES_DROPPED, "not_ready") == 1
+    plain = engine.admit("b", keys(1), lora=lora())
+    assert engine.ask(plain) == [RETRY]
+
+
+def test_an_adapter_that_left_memory_is_a_miss_until_it_was_read_again():
+    engine = Engine()
+    say(engine, ONE)
+    say(engine, {2: ("other", "two")})
+    request = engine.admit("a", keys(1), lora=lora())
+    say(engine, None)
+    assert engine.ask(request) == [MISS]
+    say(engine, ONE)
+    assert space_of(engine, request) == engine.spaces.name("one")
+
+
+def test_a_load_that_came_too_late_for_its_adapter_bans_the_blocks_until_they_could_be_stored():
+    engine = Engine()
+    say(engine, ONE)
+    request = engine.admit("a", keys(1), lora=lora())
+    found(engine, request, 1)
+    engine.fail_load(request, {request.keys[0]: "adapter"})
+    assert engine.ask(request) == [MISS], "or it would be found and loaded for ever"
+    assert engine.store(request) == request.keys
+    engine.manager.complete_store(request.keys, request.context)
+    assert engine.ask(engine.admit("b", keys(1), lora=lora())) == [HIT]
 
 
 def test_a_plain_requests_plan_names_no_adapter():
@@ -719,45 +846,24 @@ def test_a_plain_requests_plan_names_no_adapter():
 
 
 def test_books_about_adapters_and_namespaces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_MOST_SPACES", 3)
-    monkeypatch.setattr(module, "_MOST_ADAPTERS", 3)
+    monkeypatch.setattr(names_module, "_MOST_SPACES", 3)
+    monkeypatch.setattr(adapters_module, "_MOST_NUMBERS", 3)
+    monkeypatch.setattr(adapters_module, "_MOST_BANNED", 2)
     engine = Engine(tmp_path)
-    names = engine.manager._names
     for number in range(8):
         engine.manager.reset_cache()
-        engine.admit(f"b{number}", keys(1), lora=lora(tmp_path / f"gone{number}"))
-        request = engine.admit(f"a{number}", keys(1))
-        run_jobs(engine)
-        engine.ask(request)
-        run_jobs(engine)
-    assert len(names._describe_at) == 3
-    assert len(names._unreadable) == 3
-
-
-@pytest.mark.parametrize("path", ["gone", "no/such/hub/name/at/all"])
-def test_requests_of_an_adapter_that_cannot_be_read_miss_at_once_and_are_not_stored(
-    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    engine = Engine(tmp_path)
-    target = tmp_path / path if path == "gone" else path
-    request = engine.admit("a", keys(1), lora=lora(target))
-    run_jobs(engine)
-    assert "its requests are not cached" in caplog.text
-    assert engine.ask(request) == [MISS]
-    assert engine.store(request) == []
-    assert engine.prober.questions == []
-
-
-def test_an_adapter_that_could_not_be_read_is_tried_again_with_its_next_request(tmp_path: Path):
-    engine = Engine(tmp_path)
-    engine.admit("a", keys(1), lora=lora(tmp_path / "adapter"))
-    run_jobs(engine)
-    adapter(tmp_path, b"one")
-    request = engine.admit("b", keys(1), lora=lora(tmp_path / "adapter"))
-    run_jobs(engine)
-    assert engine.ask(request) == [RETRY]
-    assert len(engine.prober.questions) == 1
+        engine.ask(engine.admit(f"a{number}", keys(1)))
+        for job in engine.prober.jobs:
+            job()
+        engine.prober.jobs.clear()
+    assert len(engine.manager._names._describe_at) == 3
+    book = engine.manager._adapters
+    for number in range(1, 9):
+        say(engine, {number: (f"n{number}", "one")})
+        engine.admit(f"b{number}", keys(1), lora=lora(number, f"n{number}"))
+    assert len(book._numbers) == 3 and len(book._banned) == 2
+    last = engine.admit("z", keys(1), lora=lora(1, "n1"))
+    assert engine.ask(last) == [MISS], "too much to remember: no adapter is cached any more"
 
 
 # ---- counting
@@ -856,7 +962,7 @@ def test_a_step_with_4096_blocks_asks_the_file_system_nothing_and_the_answer_nee
         "unlink",
     ):
         watch(os, name)
-    watch(module, "write_config")
+    watch(names_module, "write_config")
     monkeypatch.setattr("builtins.open", lambda *args, **named: forbidden.append("open") or 1 / 0)
 
     results = engine.ask(request)

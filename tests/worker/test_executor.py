@@ -17,7 +17,7 @@ from py_kvcache import metrics
 from py_kvcache.config import parse_config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import parse_block_path
-from py_kvcache.plan import Adapter, StepNote, TransferPlan, WorkerReport
+from py_kvcache.plan import Adapter, Held, StepNote, TransferPlan, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorkerMetadata
 from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.executor import (
@@ -301,8 +301,11 @@ class HandWatch:
         assert adapter == ADAPTER
         return self.next
 
+    def held(self, step: int, again: bool) -> Held:
+        return Held(step, {7: ("name", "identity")} if again else None)
 
-ADAPTER = Adapter(7, "/adapter", "stamp", "identity")
+
+ADAPTER = Adapter(7, "name", ("identity",))
 
 
 @pytest.mark.parametrize("kind", ["load", "store"])
@@ -335,6 +338,39 @@ def test_a_load_that_other_weights_overtook_is_computed_again():
     ended, invalid, report = rig.step()
     assert ended == [1] and invalid == {1, 2, 3, 4, 5, 6, 7, 8}
     assert report.failed_loads[1].faults == dict.fromkeys(plan.keys, "adapter")
+
+
+def test_a_rank_that_writes_nothing_says_too_that_it_had_other_weights():
+    watch = HandWatch()
+    rig = Rig(adapters=watch, writes=False)
+    plan = TransferPlan(SPACE, [bytes(36)], (0,), ADAPTER)
+    for job, watch.before in ((1, True), (2, False)):
+        assert rig.executor.submit_store(job, gpu([1, 2, 3, 4]), plan)
+    ended, _, report = rig.step()
+    assert (ended, rig.reactor.jobs) == ([1, 2], {})
+    assert {job: failures.faults for job, failures in report.failed_stores.items()} == {
+        2: {plan.keys[0]: "adapter"}
+    }
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_worker_that_watches_no_adapters_moves_no_block_of_one(kind: str):
+    rig = Rig()
+    plan = TransferPlan(SPACE, [bytes(36)], (0,), ADAPTER)
+    if kind == "load":
+        assert rig.executor.submit_load(1, plan, gpu([1, 2, 3, 4]))
+    else:
+        assert rig.executor.submit_store(1, gpu([1, 2, 3, 4]), plan)
+    assert rig.reactor.jobs == {} and rig.step()[0] == [1]
+
+
+def test_every_report_says_of_which_step_it_is_and_idle_ones_say_all():
+    rig = Rig(adapters=HandWatch(), rank=3)
+    rig.executor.step_began(StepNote(False, {}, 5))
+    assert rig.step()[2].adapters == {3: Held(5, None)}
+    rig.executor.step_began(StepNote(True, {}, 6))
+    assert rig.step()[2].adapters == {3: Held(6, {7: ("name", "identity")})}
+    assert Rig().step()[2].adapters == {}
 
 
 def test_when_no_thread_can_be_started_a_submission_still_does_not_raise(rig: Rig):

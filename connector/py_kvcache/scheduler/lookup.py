@@ -24,8 +24,9 @@ MAX_SEEN = 1 << 20
 MAX_BANNED = 1 << 16
 
 # After this fault a good file stands under the name as soon as one was stored. After proved damage that
-# is not so: the store may have found the damaged file still there and left it.
-_HEALED_BY_STORE = frozenset({Fault.MISSING.value})
+# is not so: the store may have found the damaged file still there and left it. An adapter that was not in a
+# worker's memory was no fault of the file, and who may store has the adapter again.
+_HEALED_BY_STORE = frozenset({Fault.MISSING.value, Fault.ADAPTER.value})
 
 # A store that failed so would fail again at once: a folder, a FIFO or a link has the name, a folder of the
 # cache belongs to somebody else, the disk is sick. Other faults are about the moment or the whole volume,

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from py_kvcache import metrics
+from py_kvcache import metrics, vllm_api
 from py_kvcache.config import Config
 from py_kvcache.errors import Fault
 from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Failures, TransferPlan, WorkerReport
+from py_kvcache.scheduler.adapters import Adapters
 from py_kvcache.scheduler.lookup import Index, Presence
 from py_kvcache.scheduler.names import Names
+from py_kvcache.scheduler.postponed import Postponed
 from py_kvcache.scheduler.probe import ChainQuestion, Prober
 from py_kvcache.scheduler.requests import RequestState, wanted
 from py_kvcache.vllm_api import (
@@ -53,18 +55,22 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         spaces: Spaces,
         parts: tuple[int, ...],
         hashes_per_block: int,
+        ranks: int = 1,
         prober: Prober | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._parts = config, parts
         self._hashes_per_block = hashes_per_block
         self._prober = prober or Prober()
-        self._names = Names(config, spaces, self._prober)
+        self._adapters = Adapters(ranks)
+        self._names = Names(config, spaces, self._prober, self._adapters)
+        self._step = 0
         self._clock = clock
         self._now = clock()
         self._index = Index()
         self._requests: dict[str, RequestState] = {}
         self._asking: dict[int, str] = {}
+        self._postponed = Postponed(self._names, self._adapters)
         # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
         # blocks, later versions after.
         self._ended: list[RequestState] = []
@@ -86,10 +92,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = RequestState(facts=request, hashes_per_block=self._hashes_per_block)
         lora = getattr(request, "lora_request", None)
         if lora is not None:
-            name, path = str(lora.lora_name), str(lora.lora_path)
-            # Tensorizer's weights lie elsewhere.
-            readable = not getattr(lora, "tensorizer_config_dict", None)
-            state.adapter = self._names.identify(int(lora.lora_int_id), name, path, readable=readable)
+            state.adapter = self._adapters.ask(lora, self._step + 1)
         self._requests[request.request_id] = state
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -111,9 +114,15 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state.request_id = req_context.req_id
         self._ended.append(state)
 
+    def next_step(self) -> int:
+        """Number of the step whose message to the workers is put together now."""
+        self._step += 1
+        return self._step
+
     def on_schedule_end(self, context: Any) -> None:
         """vLLM: once a step; before its stores up to 0.32."""
         for state in self._ended_before:
+            self._drop("not_ready", self._postponed.end(state))
             # A new request may have come under the same id.
             if self._requests.get(state.request_id) is state:
                 del self._requests[state.request_id]
@@ -159,6 +168,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             state.space = self._names.space_of(state.adapter)
         state.unknown.clear()
         state.deferred = False
+        # What it had computed before it was preempted says nothing about what it will compute.
+        state.sure, state.postponed = frozenset(), []
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
             state.gave_up = True
             if state.ticket is not None and not self._hung:
@@ -172,15 +183,13 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM: one block of the chain. HIT, MISS, or wait (RETRY: asked; HIT_PENDING: being stored)."""
         state = self._requests[req_context.req_id]
-        if not state.load or not self._names.trusts(state.adapter):
+        if not state.load or not self._adapters.trusts(state.adapter):
             return LookupResult.MISS
         space = state.space
         if space is None:
-            return (
-                LookupResult.MISS
-                if state.gave_up or (state.adapter is not None and state.adapter.in_vain)
-                else self._later(state)
-            )
+            # An adapter that no worker has in memory is read by the step that computes with it.
+            in_vain = state.adapter is not None and self._adapters.is_in_vain(state.adapter)
+            return LookupResult.MISS if state.gave_up or in_vain else self._later(state)
         presence = self._index.presence((space, key), self._now)
         if presence is Presence.SEEN:
             return LookupResult.HIT
@@ -265,13 +274,18 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._take_answers()
         if state.space is None:
             state.space = self._names.space_of(state.adapter)
-        if not state.store or state.space is None or not self._names.trusts(state.adapter):
+        gone = state.offered_again and vllm_api.was_aborted(state.facts)
+        may = state.store and not gone and self._adapters.trusts(state.adapter)
+        if not may or (state.space is None and state.adapter is None):
             state.hole = True
             self._drop("opt_out" if not state.store else "not_ready", len(keys))
             return []
+        if state.adapter is not None:
+            keys = self._postponed.certain(state, keys, self._step + 1)
+        space = state.space or ""
         chosen: list[bytes] = []
         for position, key in enumerate(keys):
-            presence = self._index.presence((state.space, key), self._now)
+            presence = self._index.presence((space, key), self._now)
             if presence in (Presence.SEEN, Presence.STORING):
                 continue
             reason = None
@@ -279,7 +293,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
                 reason = "queue_full"
             elif state.hole:
                 reason = "after_hole"
-            elif self._index.store_refused((state.space, key), self._now):
+            elif self._index.store_refused((space, key), self._now):
                 reason = "failed_before"
             if reason is not None:
                 # What follows could not be found without this block.
@@ -288,6 +302,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
                 break
             chosen.append(key)
         return chosen
+
+    def take_postponed(self) -> dict[str, bytes]:
+        """Requests whose blocks can be stored now, after all, and the first of these blocks."""
+        return self._postponed.take()
 
     def _drop(self, reason: str, blocks: int) -> None:
         if blocks:
@@ -312,9 +330,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         now = self._clock()
         if report.layouts:
             self._names.set_layouts(report.layouts)
-        for failures in (*report.failed_loads.values(), *report.failed_stores.values()):
-            if Fault.ADAPTER.value in failures.faults.values():
-                self._names.distrust(failures.space)
+        self._adapters.heard(report.adapters)
         for failures in report.failed_loads.values():
             self._note_failed_load(failures, now)
             self._samples.add(metrics.RECOMPUTED_BLOCKS, len(failures.faults))

@@ -1,4 +1,4 @@
-"""Off-thread questions to the file system: which blocks of a chain exist, what is this LoRA adapter.
+"""Off-thread questions to the file system: which blocks of a chain exist.
 
 The scheduler's step never waits for a file system: it hands over a chain, answers RETRY and takes
 the answer in a later step.

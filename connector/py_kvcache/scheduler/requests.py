@@ -10,7 +10,7 @@ from py_kvcache import vllm_api
 from py_kvcache.plan import Adapter
 
 if TYPE_CHECKING:
-    from py_kvcache.scheduler.names import AdapterQuestion
+    from py_kvcache.scheduler.adapters import AdapterQuestion
 
 PARAMS_KEY = "py_kvcache"
 
@@ -46,6 +46,13 @@ class RequestState:
     request_id: str = ""
     # A chunk of this request was dropped: what follows in the chain could never be found.
     hole: bool = False
+    # Blocks to be offered again, see postponed.py: from which one on, which, the step that computes the last;
+    # then those of the next offer that may be stored.
+    postponed_from: bytes | None = None
+    postponed: list[bytes] = field(default_factory=list)
+    postponed_at: int = 0
+    sure: frozenset[bytes] = frozenset()
+    offered_again: bool = False
     counted: bool = False
     local_tokens: int = 0
     _positions: dict[bytes, int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from py_kvcache.adapters import ADAPTERS, AdapterWatch
+from py_kvcache.adapters import Book
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, part_dir
@@ -63,10 +63,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         writes: bool,
         rank: int = 0,
         build: Callable[..., assembly.Parts] = assembly.build,
-        adapters: AdapterWatch = ADAPTERS,
+        adapters: Book | None = None,
     ) -> None:
         self._config, self._part, self._writes = config, part, writes
-        self._per_chunk, self._adapters = blocks_per_chunk, adapters
+        self._per_chunk, self._rank, self._adapters = blocks_per_chunk, rank, adapters
         self._parts = build(config, kv_caches, PageMap(regions_of(kv_caches, 0), blocks_per_chunk), rank)
         self._parts.reactor.start()
         self._jobs: dict[int, _Submitted] = {}
@@ -80,6 +80,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._tidied: set[str] = set()
         self._step_began = 0.0
         self._idle = False
+        self._step = 0
         self._holds = Holds(lambda jobs: self._parts.reactor.ask(set(jobs), HOLD_PATIENCE_S))
         self._before_step: Any = None  # a device event, or the exception instead of one
 
@@ -126,6 +127,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         report.failed_loads, self._failed_loads = self._failed_loads, {}
         report.failed_stores, self._failed_stores = self._failed_stores, {}
         report.layouts, self._layouts = self._layouts, ()
+        if self._adapters is not None:
+            report.adapters = {self._rank: self._adapters.held(self._step, again=self._idle)}
         parts = self._parts
         self._quarantined += sum(outcome.removed for outcome in parts.publisher.outcomes())
         counters = parts.reactor.snapshot()
@@ -138,7 +141,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     def step_began(self, note: StepNote | None) -> None:
         """vLLM begins a forward step, and has launched none of it yet."""
         if note is not None:
-            self._idle = note.idle
+            self._idle, self._step = note.idle, note.number
             self._holds.add(note.held)
         self._step_began = time.monotonic()
         try:
@@ -171,12 +174,15 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             self._tidy(plan.space)
             chunks = self._chunks(plan, blocks, kind)
             self._jobs[job_id] = _Submitted(plan, chunks)
+            # Also on a rank that writes nothing: it has computed its share of the block. That the files of
+            # others stay is no harm: the scheduler stores when all ranks have said what they computed with,
+            # and ranks that differ have a namespace of their own (scheduler/postponed.py, adapters.py).
+            if self._has_other_adapter(kind, plan):
+                self._refuse(job_id, kind, plan, blocks, Fault.ADAPTER, _OTHER_WEIGHTS)
+                return True
             if kind is Kind.STORE and not self._writes:
                 # Another rank holds the same bytes and writes them.
                 self._refused.append(JobResult(job_id, kind, (), 0, 0.0))
-                return True
-            if self._has_other_adapter(kind, plan):
-                self._refuse(job_id, kind, plan, blocks, Fault.ADAPTER, _OTHER_WEIGHTS)
                 return True
             folder = part_dir(self._config.root_path, plan.space, self._part)
             work = tuple(
@@ -199,6 +205,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         """Whether this worker's weights of the adapter are not those that the namespace is for."""
         if plan.adapter is None:
             return False
+        if self._adapters is None:
+            return True
         same = self._adapters.will_make if kind is Kind.LOAD else self._adapters.made
         return not same(plan.adapter)
 
