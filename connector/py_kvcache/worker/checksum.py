@@ -1,7 +1,7 @@
 """Seals and checks whole blocks in a few helper threads: 28 MiB take 3 ms, too long for the reactor.
 
 The GIL is free meanwhile. The digest covers the padded payload and the footer's fields. Where the device has
-added up the payload while copying it (gpusums.py), what is left takes microseconds and needs no thread.
+added up the payload while copying it (gpublocks.py), what is left takes microseconds and needs no thread.
 """
 
 from __future__ import annotations
