@@ -101,3 +101,17 @@ def test_a_folder_whose_lock_is_held_belongs_to_a_process_we_do_not_see(tmp_path
     assert remove_leftovers(str(tmp_path)) == []
     os.close(fd)
     assert remove_leftovers(str(tmp_path)) == [folder.name]
+
+
+def test_who_interrupts_the_removal_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
+    def interrupted(folder: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("py_kvcache.bench.workspace.remove_tree", interrupted)
+        with workspace(str(tmp_path), 0) as folder:
+            measured = 7
+    assert measured == 7
+    assert f"removes the rest of {folder}" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), workspace(str(tmp_path), 0):
+        raise KeyboardInterrupt

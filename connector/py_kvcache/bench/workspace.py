@@ -67,6 +67,8 @@ def check_passes(rounds: int, seconds: float) -> None:
 def workspace(root: str, need_bytes: int, need_files: int = 0) -> Iterator[str]:
     """Yield a new folder under ``root`` with at least that much free space and inodes; remove it at the end.
 
+    Who interrupts the removal after a complete run ends the removal only.
+
     Raises:
         RootError: root is no folder that can be written to, or has too little space.
     """
@@ -100,8 +102,14 @@ def workspace(root: str, need_bytes: int, need_files: int = 0) -> Iterator[str]:
         finally:
             if lock is not None:
                 os.close(lock)
-    finally:
+    except BaseException:
         remove_tree(folder)
+        raise
+    try:
+        remove_tree(folder)
+    except KeyboardInterrupt:
+        # A million files take a minute to remove; what was measured is worth more than that they are gone.
+        print(f"interrupted: the next benchmark there removes the rest of {folder}", file=sys.stderr)
 
 
 def _lock(folder: str) -> int | None:
