@@ -52,9 +52,9 @@ class Rig:
             raise TypeError("an adapter holds a function")
         return f"identity of {model.weights}"
 
-    def load(self, name: str, weights: str, number: int = 1) -> Adapter:
+    def load(self, name: str, weights: str, number: int = 1, **more: Any) -> Adapter:
         """vLLM reads an adapter; returns what a plan says of it."""
-        request = SimpleNamespace(lora_int_id=number, lora_name=name, weights=weights)
+        request = SimpleNamespace(lora_int_id=number, lora_name=name, weights=weights, **more)
         assert self.manager._load_adapter(request).weights == weights
         self.manager.memory.add(number)
         return note(name, weights, number)
@@ -228,7 +228,15 @@ def test_each_rank_compares_its_own_share():
     config = SimpleNamespace()
     book = Book(config, 1, lambda model: "mine")
     manager = manager_class()(config)
-    book.loaded(manager, 1, "a", None)
+    book.loaded(manager, 1, "a", SimpleNamespace())
     assert book.made(Adapter(1, "a", ("other's", "mine")))
     assert not book.made(Adapter(1, "a", ("mine", "other's")))
     assert not book.made(Adapter(1, "a", ("mine",)))
+
+
+def test_an_adapter_that_is_loaded_in_place_is_not_looked_at_and_not_cached():
+    rig = Rig()
+    for _ in range(3):
+        adapter = rig.load("in place", "a", load_inplace=True)
+    assert rig.says(adapter) == (False, False)
+    assert rig.hashed == 0

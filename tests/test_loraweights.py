@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +133,21 @@ def test_a_file_that_is_overwritten_in_place_changes_neither_weights_nor_identit
     for tensor in (mapped.lora_a, mapped.lora_b):
         assert bool((tensor == 1).all())
     assert weights_identity(adapter) == identity
+
+
+FORK = """
+import os, torch
+torch.set_num_threads(1)  # torch's own threads do not live on in a fork either
+from types import SimpleNamespace
+from py_kvcache.loraweights import weights_identity
+model = SimpleNamespace(weights=torch.zeros(1 << 22))
+identity = weights_identity(model)
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if weights_identity(model) == identity else 1)
+print(os.waitpid(pid, 0)[1])
+"""
+
+
+def test_a_fork_of_a_process_that_told_an_adapter_tells_it_too(run_python: Callable[..., str]):
+    assert run_python(FORK, vllm=False) == "0\n"

@@ -385,3 +385,18 @@ def test_an_extra_config_is_the_users_own_dictionary(config: Any):
 def test_blocks_longer_than_any_request_are_refused_since_nothing_would_be_stored(config: Any):
     config.model_config.max_model_len = 255
     assert "max_model_len 255" in reason(config, kv(FullAttentionSpec()))
+
+
+def test_a_preempted_request_that_is_being_loaded_is_no_flush_of_its_jobs():
+    def status(*jobs: int) -> N:
+        return N(transfer_jobs=set(jobs))
+
+    jobs = {1: N(is_store=True), 2: N(is_store=False)}
+    scheduler = N(_jobs=jobs, _req_status={"a": status(1), "b": status(2), "c": status()})
+    output = N(preempted_req_ids={"a", "b", "c", "gone"}, other=7)
+    changed = vllm_api.without_loading(scheduler, output)
+    assert (changed.preempted_req_ids, changed.other) == ({"a", "c", "gone"}, 7)
+    assert output.preempted_req_ids == {"a", "b", "c", "gone"}, "vLLM's own stays as it is"
+    for nobody in (None, set(), {"a"}):
+        output = N(preempted_req_ids=nobody)
+        assert vllm_api.without_loading(scheduler, output) is output

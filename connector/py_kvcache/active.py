@@ -157,7 +157,9 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         return True, more
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(
+            vllm_api.without_loading(self.connector_scheduler, scheduler_output)
+        )
         held, self._held = self._held, set()
         # Its store jobs are complete now: the last ones were made a line above.
         jobs = vllm_api.store_jobs_of(self.connector_scheduler, held) if held else {}

@@ -51,7 +51,7 @@ class Book:
         self._is_lost, self._told = True, None
 
     def loaded(self, manager: Any, number: int, name: str, model: Any) -> None:
-        """vLLM has read an adapter. Replaces its tensors, see weights_identity."""
+        """vLLM has read an adapter; None: it is not looked at. Replaces its tensors, see weights_identity."""
         other = self._manager() if self._manager is not None else None
         if other is None:
             # The first, or vLLM has made its manager anew; its prefix cache may be the old one all the same.
@@ -72,6 +72,8 @@ class Book:
             self._note(name, *self._identity(model))
 
     def _identity(self, model: Any) -> tuple[str, str]:
+        if model is None:
+            return "", "it is loaded in place"
         try:
             return self._identify(model), "it had other weights before"
         except Exception as error:  # noqa: BLE001 - vLLM has loaded it well; whatever is wrong is ours
@@ -149,6 +151,8 @@ class AdapterWatch:
         books = list(self._books)
         try:
             number, name = int(lora_request.lora_int_id), str(lora_request.lora_name)
+            # In place it is read again in each step, perhaps: to tell it each time would slow every request.
+            model = None if getattr(lora_request, "load_inplace", False) else model
             of_it = [book for book in books if book.is_of(manager)]
             if not of_it:
                 log.info("py-kvcache: LoRA adapter %s was loaded by an engine without this connector", name)

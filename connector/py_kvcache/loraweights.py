@@ -29,7 +29,8 @@ def weights_identity(model: Any) -> str:
     Raises:
         TypeError: it holds something of which nobody knows here whether it changes results.
     """
-    found = blake3(_SCHEMA, max_threads=blake3.AUTO)
+    # One thread: blake3's others do not live on in a fork, which would wait for them for ever.
+    found = blake3(_SCHEMA)
     _take_fields(found, model, _NOT_WEIGHTS)
     return str(found.hexdigest(length=16))
 

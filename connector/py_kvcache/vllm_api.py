@@ -6,6 +6,7 @@ Each version switch says which release brought the change.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Container, Mapping, Sequence
@@ -332,6 +333,31 @@ def trim_finished(connector_scheduler: Any, request_id: str) -> None:
 def was_aborted(request: Any) -> bool:
     """What vLLM notes of its blocks may be old: a request that was preempted before has others' by then."""
     return getattr(getattr(request, "status", None), "name", "") == "FINISHED_ABORTED"
+
+
+def is_session(request: Any) -> bool:
+    """Streaming input: turn by turn the request gets more of its prompt."""
+    return bool(getattr(request, "resumable", False))
+
+
+def without_loading(connector_scheduler: Any, scheduler_output: Any) -> Any:
+    """The step's output without preempted requests that are being loaded by now.
+
+    vLLM flushes the jobs of preempted requests and asserts that they are stores. But a reset of the prefix
+    cache with reset_running_requests preempts them and resumes them in the same step: what is found in
+    storage has a load by then, and nothing to be flushed.
+    """
+    loading = set()
+    for request_id in scheduler_output.preempted_req_ids or ():
+        status = connector_scheduler._req_status.get(request_id)
+        jobs = status.transfer_jobs if status is not None else ()
+        if any(not connector_scheduler._jobs[job].is_store for job in jobs):
+            loading.add(request_id)
+    if not loading:
+        return scheduler_output
+    changed = copy.copy(scheduler_output)
+    changed.preempted_req_ids = set(scheduler_output.preempted_req_ids) - loading
+    return changed
 
 
 def ended_by_itself(request: Any) -> bool:

@@ -205,6 +205,41 @@ class Driver:
     def reset_prefix_cache(self) -> dict[str, Any]:
         return {"ok": self.llm.reset_prefix_cache()}
 
+    def reset_while_running(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """All requests are preempted by a reset of the prefix cache in the middle, and go on."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        for number, tokens in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
+        found: dict[str, list[int]] = {}
+        for step in range(10_000):
+            if step == 6:
+                engine.reset_prefix_cache(reset_running_requests=True)
+            found.update((o.request_id, list(o.outputs[0].token_ids)) for o in engine.step())
+            if not engine.has_unfinished_requests():
+                break
+        return {"tokens": [found[str(number)] for number in range(len(prompts))]}
+
+    def session(self, turns: list[list[int]]) -> dict[str, Any]:
+        """A streaming-input request that gets its prompt in these pieces."""
+        from vllm import SamplingParams
+
+        engine, core = self.llm.llm_engine, self.llm.llm_engine.engine_core.engine_core
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        for number, tokens in enumerate(turns):
+            request = engine.input_processor.process_inputs(
+                "session", {"prompt_token_ids": tokens}, sampling,
+                supported_tasks=("generate",), resumable=number + 1 < len(turns),
+            )  # fmt: skip
+            request.external_req_id = "session"
+            core.add_request(*core.preprocess_add_request(request))
+            for _ in range(30):
+                core.step_fn()
+                time.sleep(0.003)
+        return {"left": core.scheduler.has_requests()}
+
     def reset_connector(self) -> dict[str, Any]:
         self.connector_scheduler_connector.reset_cache()
         return {"ok": True}

@@ -14,6 +14,7 @@ from nursery import engine as forked
 from session import engine_arguments, prompt
 
 BLOCK = 64
+OPT_OUT = {"kv_transfer_params": {"py_kvcache": {"load": False, "store": False}}}
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +209,28 @@ def test_the_thread_ring_serves_the_same_text(tiny: str, tmp_path: Path, cold: A
             assert session.generate(prompts, max_tokens=40)["tokens"] == expected
         end = session.call("settle")
     assert end["loaded_blocks"] > 0 and end["wrong"] == []
+
+
+def test_a_streaming_session_is_not_cached_and_poisons_nothing(tiny: str, tmp_path: Path) -> None:
+    turns = [prompt(200, seed=70 + n) for n in range(3)]
+    whole = [token for turn in turns for token in turn]
+    with engine(engine_arguments(tiny, str(tmp_path))) as session:
+        assert session.call("session", turns=turns)["left"] is False
+        assert session.call("settle")["wrong"] == []
+        for length in (300, 400, 500, 600):
+            loaded = session.generate([whole[:length]])
+            computed = session.generate([whole[:length]], extra_args=OPT_OUT)
+            assert loaded["tokens"] == computed["tokens"], length
+        assert session.generate([whole])["cached"] == [600 // BLOCK * BLOCK]
+
+
+def test_requests_that_a_reset_preempts_go_on_from_storage(tiny: str, tmp_path: Path) -> None:
+    prompts = [prompt(700, seed=80 + n) for n in range(3)]
+    with engine(engine_arguments(tiny, str(tmp_path))) as session:
+        first = session.generate(prompts, max_tokens=24)
+        session.call("settle")
+        again = session.call("reset_while_running", prompts=prompts, max_tokens=24)
+        assert again["tokens"] == [tokens for (tokens,) in first["tokens"]]
+        end = session.call("settle")
+    assert end["jobs_left"] == 0 and end["leaks"] == 0 and end["wrong"] == []
+    assert end["loaded_blocks"] >= 3 * (700 // BLOCK)

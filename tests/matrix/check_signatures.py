@@ -67,8 +67,9 @@ vllm.v1.kv_cache_interface:FullAttentionSpec  block_size
 vllm.v1.kv_cache_interface:MLAAttentionSpec   block_size
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
 vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request status
+  resumable
 vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED
-vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens
+vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens preempted_req_ids
 vllm.lora.request:LoRARequest                 lora_name lora_int_id load_inplace
   tensorizer_config_dict<0.31
 vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters lora_config

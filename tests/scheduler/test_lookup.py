@@ -11,7 +11,7 @@ from py_kvcache.scheduler import lookup
 from py_kvcache.scheduler.lookup import FIRST_BAN_S, LONGEST_BAN_S, SEEN_FOR_S, Index, Presence
 
 A, B, C = ("space", b"a"), ("space", b"b"), ("space", b"c")
-HEALED = [Fault.MISSING, Fault.ADAPTER]
+HEALED = [Fault.MISSING]
 NOT_HEALED = [fault for fault in Fault if fault not in HEALED]
 
 

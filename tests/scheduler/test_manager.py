@@ -22,7 +22,7 @@ from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Adapter, Failures, Held, WorkerReport
 from py_kvcache.scheduler import adapters as adapters_module
 from py_kvcache.scheduler import names as names_module
-from py_kvcache.scheduler.lookup import SEEN_FOR_S
+from py_kvcache.scheduler.lookup import SEEN_FOR_S, SET_ASIDE_S
 from py_kvcache.scheduler.manager import ABSENT_FOR_S, HUNG_RETRY_S, Manager
 from py_kvcache.scheduler.probe import ChainAnswer, Prober
 from py_kvcache.scheduler.requests import wanted
@@ -89,10 +89,11 @@ class Engine:
         if known:
             self.manager.set_layouts([{"slab": False}])
 
-    def admit(self, name: str, chain: list[bytes], params: Any = None, lora: Any = None) -> Any:
+    def admit(self, name: str, chain: list[bytes], params: Any = None, lora: Any = None, **more: Any) -> Any:
         hashes = [half for key in chain for half in (b"half of " + key[:24], key[:-4])]
+        tokens = len(chain) * TOKENS + 1
         request = SimpleNamespace(
-            request_id=name, block_hashes=hashes, num_prompt_tokens=len(chain) * TOKENS + 1, lora_request=lora
+            request_id=name, block_hashes=hashes, num_prompt_tokens=tokens, lora_request=lora, **more
         )
         self.manager.admit(request)
         context = SimpleNamespace(req_id=name, kv_transfer_params=params)
@@ -251,6 +252,14 @@ def test_a_request_may_opt_out_of_loading_and_of_storing(params: Any, loads: boo
     engine.manager.allocated(request.request, 0)
     assert engine.counted(metrics.LOOKUPS, "miss" if loads else "opt_out") == 1
     assert engine.counted(metrics.STORES_DROPPED, "opt_out") == (0 if stores else 2)
+
+
+def test_a_streaming_session_is_neither_loaded_nor_stored():
+    engine = Engine()
+    request = engine.admit("a", keys(2), resumable=True)
+    assert engine.ask(request) == [MISS]
+    assert engine.store(request) == []
+    assert engine.counted(metrics.STORES_DROPPED, "opt_out") == 2
 
 
 # ---- stores in flight
@@ -826,16 +835,28 @@ def test_an_adapter_that_left_memory_is_a_miss_until_it_was_read_again():
     assert space_of(engine, request) == engine.spaces.name("one")
 
 
-def test_a_load_that_came_too_late_for_its_adapter_bans_the_blocks_until_they_could_be_stored():
+def test_a_load_that_came_too_late_for_its_adapter_sets_the_blocks_aside_for_a_moment():
     engine = Engine()
     say(engine, ONE)
     request = engine.admit("a", keys(1), lora=lora())
     found(engine, request, 1)
-    engine.fail_load(request, {request.keys[0]: "adapter"})
+    for _ in range(3):
+        engine.fail_load(request, {request.keys[0]: "adapter"})
     assert engine.ask(request) == [MISS], "or it would be found and loaded for ever"
-    assert engine.store(request) == request.keys
-    engine.manager.complete_store(request.keys, request.context)
-    assert engine.ask(engine.admit("b", keys(1), lora=lora())) == [HIT]
+    engine.now += SET_ASIDE_S
+    assert engine.ask(engine.admit("b", keys(1), lora=lora())) == [RETRY], "the block's file is good"
+
+
+def test_an_adapter_that_left_memory_while_its_request_waited_is_a_miss():
+    engine = Engine()
+    say(engine, ONE)
+    request = engine.admit("a", keys(1), lora=lora())
+    assert engine.ask(request) == [RETRY]
+    engine.prober.reply(1)
+    say(engine, {2: ("other", "two")})
+    assert engine.ask(request) == [MISS]
+    say(engine, ONE)
+    assert engine.ask(request) == [HIT]
 
 
 def test_a_plain_requests_plan_names_no_adapter():
@@ -1066,3 +1087,12 @@ def test_how_long_vllm_takes_to_ask_again_is_no_wait_for_the_file_system():
     engine.prober.reply(4)
     engine.now += 100
     assert engine.ask(request)[0] is HIT, "a later yes still counts: the request never gave up"
+
+
+def test_what_a_running_request_had_computed_before_a_reset_is_not_stored_as_new():
+    engine = Engine()
+    running, waiting = engine.admit("a", keys(2)), engine.admit("b", keys(2, chain=1))
+    engine.manager.allocated(running.request, 0)
+    engine.manager.reset_cache()
+    assert engine.store(running) == []
+    assert engine.store(waiting) == waiting.keys

@@ -94,6 +94,13 @@ class Adapters:
             question.note = Adapter(question.number, question.name, identities)
         return combined(question.note.identities)
 
+    def hold(self, note: Adapter) -> bool:
+        """Whether all ranks still have it in memory, as far as they have said."""
+        return all(
+            self._held.get(rank, {}).get(note.number) == (note.name, identity)
+            for rank, identity in enumerate(note.identities)
+        )
+
     @property
     def is_alone(self) -> bool:
         """Whether there is one rank only."""

@@ -17,6 +17,7 @@ BlockId = tuple[str, bytes]  # (space, OffloadKey)
 SEEN_FOR_S = 60.0
 FIRST_BAN_S = 30.0
 LONGEST_BAN_S = 3_600.0
+SET_ASIDE_S = 1.0
 # After a store that failed by itself: short, since most such faults are the volume's and pass.
 FIRST_REFUSAL_S = 5.0
 LONGEST_REFUSAL_S = 600.0
@@ -24,9 +25,8 @@ MAX_SEEN = 1 << 20
 MAX_BANNED = 1 << 16
 
 # After this fault a good file stands under the name as soon as one was stored. After proved damage that
-# is not so: the store may have found the damaged file still there and left it. An adapter that was not in a
-# worker's memory was no fault of the file, and who may store has the adapter again.
-_HEALED_BY_STORE = frozenset({Fault.MISSING.value, Fault.ADAPTER.value})
+# is not so: the store may have found the damaged file still there and left it.
+_HEALED_BY_STORE = frozenset({Fault.MISSING.value})
 
 # A store that failed so would fail again at once: a folder, a FIFO or a link has the name, a folder of the
 # cache belongs to somebody else, the disk is sick. Other faults are about the moment or the whole volume,
@@ -106,6 +106,14 @@ class Index:
         """A load failed: answer MISS for 30 s, doubling with each strike. Returns the ban's length."""
         self._seen.pop(block, None)
         return self._strike(self._banned, block, fault, now, FIRST_BAN_S, LONGEST_BAN_S)
+
+    def set_aside(self, block: BlockId, fault: str, now: float) -> None:
+        """A load failed for a reason that is not the block's: answer MISS for a moment."""
+        self._seen.pop(block, None)
+        if self._banned.get(block) is None:
+            self._banned[block] = _Ban(now + SET_ASIDE_S, SET_ASIDE_S, 0, fault)
+            if len(self._banned) > self._max_banned:
+                self._banned.popitem(last=False)
 
     def _strike(
         self,

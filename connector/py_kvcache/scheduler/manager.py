@@ -101,7 +101,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             req_context.req_id, RequestState(facts=None, hashes_per_block=self._hashes_per_block)
         )
         params = req_context.kv_transfer_params
-        state.load, state.store = wanted(params, "load"), wanted(params, "store")
+        # In later turns of a streaming-input session vLLM's stock scheduler appends all KV blocks to those that
+        # it had listed already (0.26 to 0.33): what it then offers as one block lies in another.
+        known = not vllm_api.is_session(state.facts)
+        state.load, state.store = known and wanted(params, "load"), known and wanted(params, "store")
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -169,7 +172,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state.unknown.clear()
         state.deferred = False
         # What it had computed before it was preempted says nothing about what it will compute.
-        state.sure, state.postponed = frozenset(), []
+        self._postponed.forget(state)
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
             state.gave_up = True
             if state.ticket is not None and not self._hung:
@@ -185,6 +188,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests[req_context.req_id]
         if not state.load or not self._adapters.trusts(state.adapter):
             return LookupResult.MISS
+        if state.adapter_note is not None and not self._adapters.hold(state.adapter_note):
+            return LookupResult.MISS  # evicted since: the worker would refuse the load
         space = state.space
         if space is None:
             # An adapter that no worker has in memory is read by the step that computes with it.
@@ -341,6 +346,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
 
     def _note_failed_load(self, failures: Failures, now: float) -> None:
         space, faults = failures.space, failures.faults
+        if Fault.ADAPTER.value in faults.values():
+            for key, fault in faults.items():
+                self._index.set_aside((space, key), fault, now)
+            return
         tried = {key: fault for key, fault in faults.items() if fault != Fault.CANCELLED.value}
         # Wholly cancelled, it would be found and loaded again at once, for ever.
         banned = tried or faults
@@ -367,6 +376,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         for state in self._requests.values():
             state.space, state.ticket, state.hole = None, None, False
             state.asked, state.absent = [], set()
+            self._postponed.forget(state)
+            # What it has computed so far was computed before; vLLM offers it once more.
+            state.store = state.store and not state.counted
 
     def on_reset_flushed(self) -> None:
         """0.33: jobs from before a reset have ended; their names are of the old epoch."""

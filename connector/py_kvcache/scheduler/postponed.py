@@ -60,6 +60,12 @@ class Postponed:
                 del self._states[name]
         return found
 
+    def forget(self, state: RequestState) -> None:
+        """What the request had computed says nothing about what it will compute."""
+        state.sure, state.postponed, state.postponed_from = frozenset(), [], None
+        if state.facts is not None:
+            self._states.pop(state.facts.request_id, None)
+
     def end(self, state: RequestState) -> int:
         """The request is over. Returns how many blocks are lost."""
         if self._states.get(state.request_id) is not state:
