@@ -101,8 +101,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             req_context.req_id, RequestState(facts=None, hashes_per_block=self._hashes_per_block)
         )
         params = req_context.kv_transfer_params
-        # In later turns of a streaming-input session vLLM's stock scheduler appends all KV blocks to those that
-        # it had listed already (0.26 to 0.33): what it then offers as one block lies in another.
+        # In later turns of a streaming-input session vLLM's stock scheduler appends all KV blocks to those it
+        # had listed already (0.26 to 0.33): what it then offers as one block lies in another.
         known = not vllm_api.is_session(state.facts)
         state.load, state.store = known and wanted(params, "load"), known and wanted(params, "store")
         return RequestOffloadingContext()
