@@ -52,8 +52,9 @@ $(VENV)/.installed: $(VENV)/.requirements pyproject.toml
 demo: setup  ## a real vLLM answers from files after a restart (DOC=path, JSON=file)
 	$(BIN)/python e2e/demo.py $(if $(DOC),--document '$(DOC)') $(if $(JSON),--json '$(JSON)')
 
+# Two processes, each with whole files: half of a test of a server is waiting for it.
 test: setup  ## all tests, on vLLM 0.32.0 (ARGS='-k name' goes to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The engine tests once per supported vLLM; all versions run even if one fails.
 test-matrix: setup $(MATRIX:%=.venv-%/.installed)  ## engine tests on each vLLM, signatures against 0.33.0

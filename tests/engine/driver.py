@@ -214,13 +214,16 @@ class Driver:
         for number, tokens in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
         found: dict[str, list[int]] = {}
+        jobs, resets = self.connector_scheduler._jobs, 0
         for step in range(10_000):
-            if step == 6:
+            # vLLM refuses while a request waits for its load.
+            if step >= 6 and not resets and all(job.is_store for job in jobs.values()):
                 engine.reset_prefix_cache(reset_running_requests=True)
+                resets += 1
             found.update((o.request_id, list(o.outputs[0].token_ids)) for o in engine.step())
             if not engine.has_unfinished_requests():
                 break
-        return {"tokens": [found[str(number)] for number in range(len(prompts))]}
+        return {"tokens": [found[str(number)] for number in range(len(prompts))], "resets": resets}
 
     def session(self, turns: list[list[int]]) -> dict[str, Any]:
         """A streaming-input request that gets its prompt in these pieces."""

@@ -230,6 +230,7 @@ def test_requests_that_a_reset_preempts_go_on_from_storage(tiny: str, tmp_path: 
         first = session.generate(prompts, max_tokens=24)
         session.call("settle")
         again = session.call("reset_while_running", prompts=prompts, max_tokens=24)
+        assert again["resets"] == 1
         assert again["tokens"] == [tokens for (tokens,) in first["tokens"]]
         end = session.call("settle")
     assert end["jobs_left"] == 0 and end["leaks"] == 0 and end["wrong"] == []
