@@ -366,71 +366,72 @@ def test_two_data_parallel_engines_of_one_server_store_and_hit(model: str, tmp_p
 # ---- tensor parallel
 
 
-@pytest.mark.slow
-def test_tensor_parallel_ranks_write_each_shard_once_and_load_it_again(model: str, tmp_path: Path) -> None:
-    count = LENGTH // 64
-    with engine(engine_arguments(model, str(tmp_path), load_format="auto")) as alone:
-        expected = alone.generate([PROMPT])["tokens"]
-        alone.call("settle")
-    single = {file.parents[2].name for file in blocks(tmp_path)}
+@pytest.fixture(scope="module")
+def two_ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Path]]:
+    """One engine of two ranks for both tests, a minute to start, and its folder: the root is `cache` in it."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "cache").mkdir()
     arguments = engine_arguments(
-        model, str(tmp_path), load_format="auto", tensor_parallel_size=2, extra={"lookup_deadline_s": 30}
-    )
+        model, str(folder / "cache"), load_format="auto", tensor_parallel_size=2,
+        enable_lora=True, max_lora_rank=8, max_loras=1, extra={"lookup_deadline_s": 30},
+    )  # fmt: skip
     # Its workers are processes of their own, which vLLM starts anew.
     two = Session(
         {"PYTHONHASHSEED": "0", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONDONTWRITEBYTECODE": ""},
         timeout=400,
     )
     try:
+        two.call("save_adapter", folder=str(folder / "adapter"), model=model, seed=1)
         two.call("start", **arguments)
-        cold = two.generate([PROMPT])
-        assert cold["cached"] == [0], "blocks of one rank are none of two"
-        assert cold["tokens"] == expected
-        end = time.monotonic() + 60
-        while len(blocks(tmp_path)) < 3 * count and time.monotonic() < end:
-            two.generate([prompt(20, seed=99)])
-        warm = two.generate([PROMPT])
+        yield two, folder
     finally:
         two.close()
+
+
+def wait_for_blocks(two: Session, root: Path, count: int) -> None:
+    """Ends of stores are seen in steps."""
+    end = time.monotonic() + 60
+    while len(blocks(root)) < count and time.monotonic() < end:
+        two.generate([prompt(20, seed=99)])
+    assert len(blocks(root)) == count
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_write_each_shard_once_and_load_it_again(
+    model: str, tmp_path: Path, two_ranks: tuple[Session, Path]
+) -> None:
+    count, (two, folder) = LENGTH // 64, two_ranks
+    with engine(engine_arguments(model, str(folder / "cache"), load_format="auto")) as alone:
+        expected = alone.generate([PROMPT])["tokens"]
+        alone.call("settle")
+    single = {file.parents[2].name for file in blocks(folder)}
+    cold = two.generate([PROMPT])
+    assert cold["cached"] == [0], "blocks of one rank are none of two"
+    assert cold["tokens"] == expected
+    wait_for_blocks(two, folder, 3 * count)
+    warm = two.generate([PROMPT])
     assert (warm["tokens"], warm["cached"]) == (cold["tokens"], [count * 64])
-    shards = [file for file in blocks(tmp_path) if file.parents[2].name not in single]
-    assert len(shards) == 2 * count and temporaries(tmp_path) == []
+    shards = [file for file in blocks(folder) if file.parents[2].name not in single]
+    assert len(shards) == 2 * count and temporaries(folder) == []
     assert {file.parents[2].name[-3:] for file in shards} == {"_r0", "_r1"}
-    assert {file.stat().st_size for file in shards} != {
-        blocks(tmp_path / next(iter(single)))[0].stat().st_size
-    }
+    (whole,) = single
+    assert {file.stat().st_size for file in shards} != {blocks(folder / "cache" / whole)[0].stat().st_size}
 
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_agree_on_an_adapter_and_find_its_blocks_again(
-    model: str, tmp_path: Path
+    model: str, two_ranks: tuple[Session, Path]
 ) -> None:
-    count, lora = LENGTH // 64, ["run", 1, str(tmp_path / "adapter")]
-    (tmp_path / "cache").mkdir()
-    arguments = engine_arguments(
-        model, str(tmp_path / "cache"), load_format="auto", tensor_parallel_size=2,
-        enable_lora=True, max_lora_rank=8, max_loras=1, extra={"lookup_deadline_s": 30},
-    )  # fmt: skip
-    two = Session(
-        {"PYTHONHASHSEED": "0", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONDONTWRITEBYTECODE": ""},
-        timeout=400,
-    )
-    try:
-        two.call("save_adapter", folder=lora[2], model=model, seed=1)
-        two.call("start", **arguments)
-        first = two.generate([PROMPT], lora=lora)
-        end = time.monotonic() + 60
-        while len(blocks(tmp_path / "cache")) < 2 * count and time.monotonic() < end:
-            two.generate([prompt(20, seed=99)])
-        assert len(blocks(tmp_path / "cache")) == 2 * count
-        second = two.generate([PROMPT], lora=lora)
-        # The workers read other weights under the name: nothing of it is cached any more.
-        two.call("save_adapter", folder=lora[2], model=model, seed=2)
-        two.call("add_lora", lora=[*lora, {"load_inplace": True}])
-        other = two.generate([PROMPT], lora=lora)
-        again = two.generate([PROMPT], lora=lora)
-    finally:
-        two.close()
+    count, (two, folder) = LENGTH // 64, two_ranks
+    lora, before = ["run", 1, str(folder / "adapter")], len(blocks(folder))
+    first = two.generate([PROMPT], lora=lora)
+    wait_for_blocks(two, folder, before + 2 * count)
+    second = two.generate([PROMPT], lora=lora)
+    # The workers read other weights under the name: nothing of it is cached any more.
+    two.call("save_adapter", folder=lora[2], model=model, seed=2)
+    two.call("add_lora", lora=[*lora, {"load_inplace": True}])
+    other = two.generate([PROMPT], lora=lora)
+    again = two.generate([PROMPT], lora=lora)
     assert (first["cached"], second["cached"]) == ([0], [count * 64])
     assert first["tokens"] == second["tokens"] != other["tokens"]
     assert other["tokens"] == again["tokens"]

@@ -108,8 +108,7 @@ from py_kvcache.worker.gpublocks import _move
 
 pointers = ("asked", "regions", "buffers", "sums")
 numbers = ("per_chunk", "words_of_block", "words_of_sums", "rows_of_block")
-forms = [(90, gather, add) for gather in (True, False) for add in (True, False)]
-for capability, gather, add in [(80, True, True), *forms, (100, False, True)]:
+for capability, gather, add in ((80, True, False), (90, True, True), (100, False, True)):
     constants = {"gather": gather, "add": add, "some": 16, "words": 512}
     signature = {
         **dict.fromkeys(pointers, "*i64"), **dict.fromkeys(numbers, "i32"),
@@ -131,5 +130,5 @@ def test_the_kernel_compiles_for_gpus_though_there_is_none(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300
     )
-    good = [f"{capability} True True" for capability in (80, 90, 90, 90, 90, 100)]
+    good = [f"{capability} True True" for capability in (80, 90, 100)]
     assert done.stdout.splitlines() == good, done.stderr[-2000:]

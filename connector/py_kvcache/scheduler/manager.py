@@ -169,6 +169,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state.local_tokens = local_tokens
         if state.space is None:
             state.space = self._names.space_of(state.adapter)
+        note = state.adapter_note
+        # Not one that was evicted since: the worker would refuse the load.
+        state.may_load = state.load and self._adapters.trusts(state.adapter)
+        state.may_load = state.may_load and (note is None or self._adapters.hold(note))
         state.unknown.clear()
         state.deferred = False
         # What it had computed before it was preempted says nothing about what it will compute.
@@ -186,10 +190,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM: one block of the chain. HIT, MISS, or wait (RETRY: asked; HIT_PENDING: being stored)."""
         state = self._requests[req_context.req_id]
-        if not state.load or not self._adapters.trusts(state.adapter):
+        if not state.may_load:
             return LookupResult.MISS
-        if state.adapter_note is not None and not self._adapters.hold(state.adapter_note):
-            return LookupResult.MISS  # evicted since: the worker would refuse the load
         space = state.space
         if space is None:
             # An adapter that no worker has in memory is read by the step that computes with it.

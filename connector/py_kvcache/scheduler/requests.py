@@ -42,7 +42,8 @@ class RequestState:
     absent: set[bytes] = field(default_factory=set)
     absent_until: float = 0.0
     gave_up: bool = False
-    deferred: bool = False  # the present pass of look-ups met a block to wait for
+    may_load: bool = True  # in the present pass of look-ups
+    deferred: bool = False  # this pass met a block to wait for
     request_id: str = ""
     # A chunk of this request was dropped: what follows in the chain could never be found.
     hole: bool = False
