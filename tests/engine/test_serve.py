@@ -368,7 +368,7 @@ def test_two_data_parallel_engines_of_one_server_store_and_hit(model: str, tmp_p
 
 @pytest.fixture(scope="module")
 def two_ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Path]]:
-    """One engine of two ranks for both tests, a minute to start, and its folder: the root is `cache` in it."""
+    """One engine of two ranks for both tests: a minute to start. Its root is `cache` in the folder."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "cache").mkdir()
     arguments = engine_arguments(
