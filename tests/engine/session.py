@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+OPT_OUT = {"kv_transfer_params": {"py_kvcache": {"load": False, "store": False}}}
+
 HERE = Path(__file__).parent
 CONNECTOR = HERE.parent.parent / "connector"
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from nursery import engine, real_model, session
-from session import EngineError, Session, engine_arguments, prompt
+from session import OPT_OUT, EngineError, Session, engine_arguments, prompt
 
 BLOCK = 64
 # 13 blocks of ours and 26 of the engine, so that both caches end at the same token.
 LENGTH = 13 * BLOCK + 20
 CACHED = 13 * BLOCK
 PROMPT = prompt(LENGTH, seed=1)
-OPT_OUT = {"kv_transfer_params": {"py_kvcache": {"load": False, "store": False}}}
 
 
 @pytest.fixture(scope="module")

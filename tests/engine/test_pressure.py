@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from nursery import engine
 from nursery import engine as forked
-from session import engine_arguments, prompt
+from session import OPT_OUT, engine_arguments, prompt
 
 BLOCK = 64
-OPT_OUT = {"kv_transfer_params": {"py_kvcache": {"load": False, "store": False}}}
 
 
 @pytest.fixture(scope="module")

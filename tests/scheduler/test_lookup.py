@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from py_kvcache.errors import Fault
 from py_kvcache.scheduler import lookup
-from py_kvcache.scheduler.lookup import FIRST_BAN_S, LONGEST_BAN_S, SEEN_FOR_S, Index, Presence
+from py_kvcache.scheduler.lookup import (
+    FIRST_BAN_S,
+    LONGEST_BAN_S,
+    SEEN_FOR_S,
+    SET_ASIDE_S,
+    Index,
+    Presence,
+)
 
 A, B, C = ("space", b"a"), ("space", b"b"), ("space", b"c")
 HEALED = [Fault.MISSING]
@@ -265,3 +272,15 @@ def test_no_history_makes_a_block_both_banned_and_answered_as_present(events: li
 
 def test_seen_blocks_are_looked_at_again_within_a_minute_since_others_evict():
     assert lookup.SEEN_FOR_S <= 60
+
+
+def test_a_block_is_set_aside_each_time_and_a_longer_ban_stays():
+    index = Index()
+    for now in (0.0, 100.0):
+        index.saw([A], now)
+        index.set_aside([A], "adapter", now)
+        assert index.presence(A, now + SET_ASIDE_S - 0.001) is Presence.BANNED
+        assert index.presence(A, now + SET_ASIDE_S) is Presence.UNKNOWN
+    index.load_failed(B, "io", 0)
+    index.set_aside([B], "adapter", 1)
+    assert index.presence(B, FIRST_BAN_S - 1) is Presence.BANNED

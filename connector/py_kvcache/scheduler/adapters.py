@@ -94,8 +94,11 @@ class Adapters:
             question.note = Adapter(question.number, question.name, identities)
         return combined(question.note.identities)
 
-    def hold(self, note: Adapter) -> bool:
-        """Whether all ranks still have it in memory, as far as they have said."""
+    def may_load(self, question: AdapterQuestion | None) -> bool:
+        """trusts(), and no rank has evicted what is known of it: that rank would refuse the load."""
+        if question is None or question.note is None or not self.trusts(question):
+            return self.trusts(question)
+        note = question.note
         return all(
             self._held.get(rank, {}).get(note.number) == (note.name, identity)
             for rank, identity in enumerate(note.identities)

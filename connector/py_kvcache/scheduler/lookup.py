@@ -107,13 +107,14 @@ class Index:
         self._seen.pop(block, None)
         return self._strike(self._banned, block, fault, now, FIRST_BAN_S, LONGEST_BAN_S)
 
-    def set_aside(self, block: BlockId, fault: str, now: float) -> None:
-        """A load failed for a reason that is not the block's: answer MISS for a moment."""
-        self._seen.pop(block, None)
-        if self._banned.get(block) is None:
-            self._banned[block] = _Ban(now + SET_ASIDE_S, SET_ASIDE_S, 0, fault)
-            if len(self._banned) > self._max_banned:
-                self._banned.popitem(last=False)
+    def set_aside(self, blocks: Iterable[BlockId], fault: str, now: float) -> None:
+        """A load failed for a reason that is not the blocks': answer MISS for a moment."""
+        for block in blocks:
+            self._seen.pop(block, None)
+            ban = self._banned.setdefault(block, _Ban(now, SET_ASIDE_S, 0, fault))
+            ban.until = max(ban.until, now + SET_ASIDE_S)
+        while len(self._banned) > self._max_banned:
+            self._banned.popitem(last=False)
 
     def _strike(
         self,

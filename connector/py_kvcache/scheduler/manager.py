@@ -23,7 +23,7 @@ from py_kvcache.scheduler.lookup import Index, Presence
 from py_kvcache.scheduler.names import Names
 from py_kvcache.scheduler.postponed import Postponed
 from py_kvcache.scheduler.probe import ChainQuestion, Prober
-from py_kvcache.scheduler.requests import RequestState, wanted
+from py_kvcache.scheduler.requests import RequestState
 from py_kvcache.vllm_api import (
     LookupResult,
     OffloadingManager,
@@ -100,11 +100,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests.setdefault(
             req_context.req_id, RequestState(facts=None, hashes_per_block=self._hashes_per_block)
         )
-        params = req_context.kv_transfer_params
-        # In later turns of a streaming-input session vLLM's stock scheduler appends all KV blocks to those it
-        # had listed already (0.26 to 0.33): what it then offers as one block lies in another.
-        known = not vllm_api.is_session(state.facts)
-        state.load, state.store = known and wanted(params, "load"), known and wanted(params, "store")
+        state.choose(req_context.kv_transfer_params)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -169,13 +165,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state.local_tokens = local_tokens
         if state.space is None:
             state.space = self._names.space_of(state.adapter)
-        note = state.adapter_note
-        # Not one that was evicted since: the worker would refuse the load.
-        state.may_load = state.load and self._adapters.trusts(state.adapter)
-        state.may_load = state.may_load and (note is None or self._adapters.hold(note))
+        state.may_load = state.load and self._adapters.may_load(state.adapter)
         state.unknown.clear()
         state.deferred = False
-        # What it had computed before it was preempted says nothing about what it will compute.
         self._postponed.forget(state)
         if state.waits_since is not None and self._now - state.waits_since >= self._config.lookup_deadline_s:
             state.gave_up = True
@@ -245,7 +237,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         for answer in self._prober.answers():
             self._hung = False
             if answer.code:
-                self._samples.add(metrics.PROBE_ERRORS, 1, _errno_name(answer.code))
+                self._samples.add(metrics.PROBE_ERRORS, 1, errno.errorcode.get(answer.code, "other"))
             state = self._requests.get(self._asking.pop(answer.ticket, ""))
             if state is None or state.ticket != answer.ticket or state.space is None:
                 continue
@@ -349,8 +341,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def _note_failed_load(self, failures: Failures, now: float) -> None:
         space, faults = failures.space, failures.faults
         if Fault.ADAPTER.value in faults.values():
-            for key, fault in faults.items():
-                self._index.set_aside((space, key), fault, now)
+            self._index.set_aside(((space, key) for key in faults), Fault.ADAPTER.value, now)
             return
         tried = {key: fault for key, fault in faults.items() if fault != Fault.CANCELLED.value}
         # Wholly cancelled, it would be found and loaded again at once, for ever.
@@ -406,7 +397,3 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         """vLLM: the engine ends."""
         self._prober.shutdown()
-
-
-def _errno_name(code: int) -> str:
-    return errno.errorcode.get(code, "other")

@@ -40,7 +40,6 @@ class Postponed:
         chosen = list(itertools.takewhile(sure.__contains__, keys))
         rest = list(keys)[len(chosen) :]
         if rest and state.facts is not None:
-            state.postponed_from = state.postponed_from or rest[0]
             state.postponed += rest
             state.postponed_at = step
             self._states[state.facts.request_id] = state
@@ -51,18 +50,15 @@ class Postponed:
         found: dict[str, bytes] = {}
         for name, state in list(self._states.items()):
             known = state.space or self._names.space_of(state.adapter)
-            if state.postponed_from is None or known is None:
-                continue
-            if self._adapters.have_spoken(state.postponed_at):
-                found[name] = state.postponed_from
-                state.sure, state.offered_again = frozenset(state.postponed), True
-                state.postponed_from, state.postponed = None, []
+            if known is not None and self._adapters.have_spoken(state.postponed_at):
+                found[name] = state.postponed[0]
+                state.sure, state.offered_again, state.postponed = frozenset(state.postponed), True, []
                 del self._states[name]
         return found
 
     def forget(self, state: RequestState) -> None:
-        """What the request had computed says nothing about what it will compute."""
-        state.sure, state.postponed, state.postponed_from = frozenset(), [], None
+        """What it had computed before a preemption or a reset says nothing about what it will compute."""
+        state.sure, state.postponed = frozenset(), []
         if state.facts is not None:
             self._states.pop(state.facts.request_id, None)
 

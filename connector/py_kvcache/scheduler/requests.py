@@ -47,9 +47,8 @@ class RequestState:
     request_id: str = ""
     # A chunk of this request was dropped: what follows in the chain could never be found.
     hole: bool = False
-    # Blocks to be offered again, see postponed.py: from which one on, which, the step that computes the last;
+    # Blocks to be offered again, in chain order, and the step that computes the last (see postponed.py);
     # then those of the next offer that may be stored.
-    postponed_from: bytes | None = None
     postponed: list[bytes] = field(default_factory=list)
     postponed_at: int = 0
     sure: frozenset[bytes] = frozenset()
@@ -57,6 +56,13 @@ class RequestState:
     counted: bool = False
     local_tokens: int = 0
     _positions: dict[bytes, int] = field(default_factory=dict)
+
+    def choose(self, params: Any) -> None:
+        """Take the request's own wishes (kv_transfer_params)."""
+        # In later turns of a streaming-input session vLLM's stock scheduler appends all KV blocks to those it
+        # had listed already (0.26 to 0.33): what it then offers as one block lies in another.
+        known = not vllm_api.is_session(self.facts)
+        self.load, self.store = known and wanted(params, "load"), known and wanted(params, "store")
 
     @property
     def adapter_note(self) -> Adapter | None:
