@@ -159,7 +159,16 @@ def test_help_of_bench_serve_says_which_systems_run_by_themselves() -> None:
     assert "[default: (all)]" in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["verify"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["doctor"],
+        ["inspect"],
+        ["verify"],
+        *(["bench", name] for name in ("io", "metadata", "serve", "timeline")),
+    ],
+)  # fmt: skip
 def test_help_has_examples_and_exit_codes(command: list[str]) -> None:
     done = cli(*command, "--help", COLUMNS="120")
     assert done.returncode == 0

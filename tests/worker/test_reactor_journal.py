@@ -36,9 +36,13 @@ class Recorder:
     def __init__(self) -> None:
         self.bars: list[tuple[str, str, float]] = []
         self.samples: list[dict[str, float]] = []
+        self.spans: list[tuple[str, float, dict[str, object]]] = []
 
     def complete(self, name, cat, ts_us, dur_us, lane, **args):
         self.bars.append((name, lane, dur_us))
+
+    def span(self, name, cat, ts_us, dur_us, ident, **args):
+        self.spans.append((name, dur_us, args))
 
     def counter(self, name, ts_us, **values):
         self.samples.append(values)
@@ -63,3 +67,7 @@ def test_the_timeline_has_every_operation_and_the_slots(rig):
     assert read[2] == pytest.approx(250_000)
     assert recorder.samples[0]["load"] + recorder.samples[0]["store"] >= 1
     assert recorder.samples[-1] == {"free": 6, "load": 0, "store": 0, "stuck": 0}
+    assert sorted((name, args["blocks"], args["done"]) for name, _, args in recorder.spans) == [
+        ("load job", 1, 1), ("store job", 1, 1),
+    ]  # fmt: skip
+    assert max(took for _, took, _ in recorder.spans) == pytest.approx(250_000)

@@ -328,6 +328,7 @@ class Core:
         self.jobs.pop(job.job_id, None)
         seconds = self.now - run.arrived
         self.counters.finish(job.kind.value, seconds)
+        self.journal.job(self.now, run)
         failed = tuple(sorted(run.failed.items()))
         self._on_finished(job.job_id)
         self.results.append(

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from py_kvcache.worker.jobs import Transfer
+    from py_kvcache.worker.jobs import Running, Transfer
     from py_kvcache.worker.parts import Timeline
 
 log = logging.getLogger("vllm.py_kvcache.worker.journal")
@@ -45,6 +45,15 @@ class Journal:
             name, job.kind.value, t.since * 1e6, (now - t.since) * 1e6, lane,
             job=job.job_id, block=t.work.index,
         )  # fmt: skip
+
+    def job(self, now: float, run: Running) -> None:
+        """One bar, from the job's arrival to now, when its last block ended."""
+        if self.trace is not None:
+            job = run.job
+            self.trace.span(
+                f"{job.kind.value} job", job.kind.value, run.arrived * 1e6, (now - run.arrived) * 1e6,
+                f"{job.kind.value} {job.job_id}", blocks=len(job.blocks), done=run.done,
+            )  # fmt: skip
 
     def submit(self, began: float, ended: float) -> None:
         """One bar for what handing the queue to the kernel took."""

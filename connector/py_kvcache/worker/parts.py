@@ -112,6 +112,9 @@ class Timeline(Protocol):
     def complete(self, name: str, cat: str, ts_us: float, dur_us: float, lane: str, **args: object) -> None:
         """One bar."""
 
+    def span(self, name: str, cat: str, ts_us: float, dur_us: float, ident: str, **args: object) -> None:
+        """One bar of a row of its own."""
+
     def counter(self, name: str, ts_us: float, **values: float) -> None:
         """One sample of some curves."""
 
