@@ -34,8 +34,8 @@ class BlockSums(NamedTuple):
         columns: 512 words.
     """
 
-    rows: bytes
-    columns: bytes
+    rows: bytes | memoryview
+    columns: bytes | memoryview
 
 
 def sums_of(pages: Any) -> BlockSums:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from py_kvcache.worker.cudriver import Access, Driver, DriverError
+from py_kvcache.worker.cudriver import Access, Batch, Driver, DriverError
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _BATCH = ctypes.CFUNCTYPE(
@@ -76,30 +76,30 @@ def arrays(*columns: list[int]) -> list[np.ndarray]:
 @pytest.mark.parametrize(("order", "number"), [(Access.STREAM, 1), (Access.ANY, 3)])
 def test_a_batch_reaches_the_driver_entry_by_entry_with_one_set_of_attributes(order: Access, number: int):
     library = Library()
-    Driver(library).copy_batch(*arrays([1 << 40, 5], [7, 1 << 46], [65536, 3]), order, 0xABC)
+    Driver(library).copy(Batch(*arrays([1 << 40, 5], [7, 1 << 46], [65536, 3]), order), 0xABC)
     assert library.copies == [([1 << 40, 5], [7, 1 << 46], [65536, 3], number, 0, 1, 0xABC)]
 
 
 def test_a_batch_of_many_entries_is_one_call():
     library, count = Library(), 448
     columns = [list(range(start, start + count)) for start in (1 << 40, 1 << 30, 1)]
-    Driver(library).copy_batch(*arrays(*columns), Access.ANY, 1)
+    Driver(library).copy(Batch(*arrays(*columns), Access.ANY), 1)
     assert library.copies == [(*columns, 3, 0, 1, 1)]
 
 
 def test_an_empty_batch_is_no_call():
     library = Library()
-    Driver(library).copy_batch(*arrays([], [], []), Access.ANY, 1)
+    Driver(library).copy(Batch(*arrays([], [], []), Access.ANY), 1)
     assert library.copies == []
 
 
 def test_a_refused_batch_says_the_drivers_words_and_number():
     with pytest.raises(
-        DriverError, match=r"^cuMemcpyBatchAsync of 2 pages: invalid argument \(CUDA error 1\)$"
+        DriverError, match=r"^cuMemcpyBatchAsync of 2 pieces: invalid argument \(CUDA error 1\)$"
     ):
-        Driver(Library(code=1)).copy_batch(*arrays([1, 2], [3, 4], [5, 6]), Access.ANY, 1)
+        Driver(Library(code=1)).copy(Batch(*arrays([1, 2], [3, 4], [5, 6]), Access.ANY), 1)
     with pytest.raises(DriverError, match=r"unknown \(CUDA error 999\)"):
-        Driver(Library(code=999)).copy_batch(*arrays([1], [3], [5]), Access.ANY, 1)
+        Driver(Library(code=999)).copy(Batch(*arrays([1], [3], [5]), Access.ANY), 1)
 
 
 def test_memory_is_pinned_for_every_context_and_unpinned_by_its_address():

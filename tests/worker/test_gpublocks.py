@@ -46,30 +46,28 @@ for pages, gap, per_chunk, add in (
     # What a sleep of the engine leaves of memory from vLLM's pool: anything.
     for memory in (blocks._sums, blocks._asked, blocks._buffers):
         memory.fill_(0x4141414141414141)
-    ids, slots = random.permutation(9)[: 3 * per_chunk].reshape(3, per_chunk), [3, 0, 1]
+    ids, places = random.permutation(9)[: 3 * per_chunk].reshape(3, per_chunk), [3, 0, 1]
     wanted = [payload(of_one) for of_one in ids]
     host = np.zeros((3, blocks.block_bytes), np.uint8)
-    rows = [host.ctypes.data + n * blocks.block_bytes for n in range(3)]
-    for first in (0, 2):  # as many as a lane gives at a time
-        some = slice(first, first + 2)
-        buffers, free = blocks.stores.take(len(slots[some]))
-        assert free == [] or first
-        copy(blocks.asking(slots[some], buffers, ids[some]))
-        blocks.launch(slots[some], gather=True)
-        copy(blocks.payloads(buffers, rows[some]), back=True)
-        copy(blocks.answer(slots[some]), back=True)
+
+    def trip(n, buffer, *, gather):
+        slot = host[n].ctypes.data
+        blocks.ask(places[n], buffer, ids[n])
+        copy(blocks.incoming(places[n], buffer, slot, payload=not gather))
+        blocks.launch(places[n], None, gather=gather)
+        copy(blocks.outgoing(places[n], buffer, slot, payload=gather), back=True)
+
+    for n, buffer in enumerate([*blocks.stores, blocks.stores[0]][-3:]):
+        trip(n, buffer, gather=True)
     assert [bytes(row) for row in host] == wanted
-    assert not add or [blocks.take(slot) for slot in slots] == [sums_of(one) for one in wanted]
+    assert not add or [blocks.take(place) for place in places] == [sums_of(one) for one in wanted]
 
     before = [t.copy() for t in tensors]
     host[:] = random.integers(0, 256, host.shape, np.uint8)
-    buffers, free = blocks.loads.take(3)
-    copy(blocks.asking(slots, buffers, ids))
-    copy(blocks.payloads(buffers, rows))
-    blocks.launch(slots, gather=False)
-    copy(blocks.answer(slots), back=True)
+    for n, buffer in enumerate([blocks.loads[0], blocks.loads[1], blocks.loads[0]]):
+        trip(n, buffer, gather=False)
     assert [payload(of_one) for of_one in ids] == [bytes(row) for row in host]
-    assert not add or [blocks.take(slot) for slot in slots] == [sums_of(bytes(row)) for row in host]
+    assert not add or [blocks.take(place) for place in places] == [sums_of(bytes(row)) for row in host]
     others = np.setdiff1d(np.arange(9), ids)
     for t, old, page in zip(tensors, before, pages):
         for b in others:
@@ -86,7 +84,7 @@ for bad in (Region(4096, 4100, 4100), Region(4, 4096, 4096), Region(0, 4100, 409
     else:
         raise AssertionError(bad)
 few, many = (GpuBlocks([Region(0, 4096, 4096)], 16, slots, cpu, add=True) for slots in (100, 1000))
-assert many._asked.numel() == 10 * few._asked.numel(), "memory by the slot, not by its square"
+assert many._asked.numel() == 10 * few._asked.numel(), "memory by the slot"
 assert many._buffers.numel() == few._buffers.numel(), "buffers by what the link needs, not by the slots"
 print("equal")
 """

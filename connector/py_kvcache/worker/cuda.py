@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from py_kvcache.errors import KvCacheError
-from py_kvcache.worker.cudriver import Access, Driver, DriverError
+from py_kvcache.worker.cudriver import Access, Batch, Driver, DriverError
 from py_kvcache.worker.hostmemory import address_of, host_memory
-from py_kvcache.worker.pages import Chunk, Copies, Ints, PageMap
+from py_kvcache.worker.pages import Chunk, Copies, PageMap
 
 if TYPE_CHECKING:
     from py_kvcache.digest import BlockSums
-    from py_kvcache.worker.gpublocks import GpuBlocks, Lane
+    from py_kvcache.worker.gpublocks import GpuBlocks
     from py_kvcache.worker.parts import SlotCopy
 
 log = logging.getLogger("vllm.py_kvcache.worker")
@@ -35,23 +37,33 @@ _MEMLOCK_HINT = (
 
 
 class CopyEvent:
-    """The end of one batch on its stream; see parts.DeviceEvent.
+    """The end of one batch on its streams; see parts.DeviceEvent.
 
     Args:
-        keep: the arrays of addresses, which the driver may read until then.
+        events: one for each stream; those that have happened go to ``spare``, to be used again.
+        keep: what the driver may read until then.
         places: for each block of the batch, the place of its sums; None where they are not added up.
     """
 
-    __slots__ = ("_blocks", "_event", "_keep", "_places")
+    __slots__ = ("_blocks", "_events", "_keep", "_places", "_spare")
 
     def __init__(
-        self, event: torch.cuda.Event, keep: object, places: Sequence[int | None], blocks: GpuBlocks | None
+        self,
+        events: list[torch.cuda.Event],
+        spare: list[torch.cuda.Event],
+        keep: object,
+        places: Sequence[int | None],
+        blocks: GpuBlocks | None,
     ) -> None:
-        self._event, self._keep, self._places, self._blocks = event, keep, places, blocks
+        self._events, self._spare, self._keep = events, spare, keep
+        self._places, self._blocks = places, blocks
 
     def done(self) -> bool:
         """Never blocks; RuntimeError with CUDA's words if the copy, or anything before it, failed."""
-        return bool(self._event.query())
+        events = self._events
+        while events and events[-1].query():
+            self._spare.append(events.pop())
+        return not events
 
     def sums(self, number: int) -> BlockSums | None:
         """See parts.DeviceEvent."""
@@ -59,12 +71,31 @@ class CopyEvent:
         return None if place is None or self._blocks is None else self._blocks.take(place)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """What takes the block of one slot through one lane."""
+
+    place: int
+    incoming: Batch
+    outgoing: Batch
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A buffer on the GPU and the stream on which blocks go through it, one behind the other."""
+
+    buffer: int
+    stream: torch.cuda.Stream
+    after: torch.cuda.Event | None = None  # the last one that the stream was told to wait for
+    trips: dict[int, _Trip] = field(default_factory=dict)  # by the slot's address
+
+
 class CudaDevice:
     """KV cache in GPU memory. See device.Device for the methods.
 
-    Loads share one stream for the link and one for the kernel that spreads them over the pages: that may have
-    to wait for a kernel of the model's, the next copy not. Each slot has a store stream of its own, so that
-    one block's store waits for no other's. None is the compute stream: copies run beside the model's kernels.
+    Whole blocks take turns on the lanes of their direction: while one waits for a kernel of the model's, the
+    link is the next one's. What goes page by page has one stream for loads and one for each slot's stores, so
+    that one block's store waits for no other's. None is the compute stream: copies run beside the model.
     """
 
     # Half of what a copy of 28 MiB takes. To be woken instead would need the interpreter twice for each copy.
@@ -83,10 +114,11 @@ class CudaDevice:
                 self._context = self._driver.current_context()
         except DriverError as error:
             raise KvCacheError(f"copies to {device} cannot be set up: {error}") from error
-        # Of high priority, for the sake of the kernels: one of vLLM's with many waves would keep them, and
-        # the slot with them, for milliseconds.
-        self._loads, self._moves, self._answers = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
+        self._loads = self._stream()
         self._stores: dict[int, torch.cuda.Stream] = {}  # by the slot's address
+        self._lanes: dict[bool, list[_Lane]] = {False: [], True: []}  # from pages: True
+        self._turns: dict[bool, Iterator[_Lane]] = {}
+        self._spare: list[torch.cuda.Event] = []
         self._entered = threading.local()
         self._memory: memoryview | None = None
         self._blocks: GpuBlocks | None = None
@@ -102,7 +134,11 @@ class CudaDevice:
             ) from error
         self._memory = memory
         slots = nbytes // self._map.payload_bytes + 1
-        self._blocks = _make_blocks(self._map, slots, self._device, add=self._checksum)
+        self._blocks = blocks = _make_blocks(self._map, slots, self._device, add=self._checksum)
+        if blocks is not None:
+            for gather, buffers in ((False, blocks.loads), (True, blocks.stores)):
+                self._lanes[gather] = [_Lane(buffer, self._stream()) for buffer in buffers]
+                self._turns[gather] = cycle(self._lanes[gather])
         return memory
 
     def record(self) -> torch.cuda.Event:
@@ -116,92 +152,95 @@ class CudaDevice:
         return self._blocks is not None and self._blocks.add and self._is_whole(pages)
 
     def load(self, copies: Sequence[SlotCopy]) -> CopyEvent:
-        """Slots to device, one launch."""
-        return self._launch(copies, self._loads, self._load)
+        """Slots to device."""
+        return self._launch(copies, gather=False)
 
     def store(self, copies: Sequence[SlotCopy]) -> CopyEvent:
-        """Device to slots, on the stream of the first slot."""
-        first = address_of(copies[0].buffer)
-        stream = self._stores.get(first)
-        if stream is None:
-            stream = self._stores[first] = torch.cuda.Stream(self._device, priority=-1)
-        return self._launch(copies, stream, self._store)
+        """Device to slots."""
+        return self._launch(copies, gather=True)
 
-    def _launch(self, copies: Sequence[SlotCopy], stream: torch.cuda.Stream, way: _Way) -> CopyEvent:
+    def _launch(self, copies: Sequence[SlotCopy], *, gather: bool) -> CopyEvent:
         self._enter()
-        steps = _Steps(self._driver)
+        parts: list[SlotCopy] = []
+        places: list[int | None] = []
+        used: dict[int, torch.cuda.Stream] = {}
+        keep: list[Batch] = []
+        blocks = self._blocks
         try:
-            event = way(steps, copies, stream)
+            for copy in copies:
+                if blocks is None or not self._is_whole(copy.pages):
+                    parts.append(copy)
+                    places.append(None)
+                    continue
+                lane = next(self._turns[gather])
+                used[lane.buffer] = lane.stream
+                place = self._move(blocks, lane, copy, gather=gather)
+                places.append(place if blocks.add else None)
+            if parts:
+                used[-1] = self._move_parts(parts, keep, gather=gather)
+            events = [self._event(stream) for stream in used.values()]
         except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
-            _wait_for(stream, self._moves, self._answers)
+            _wait_for(*self._streams())
             raise
-        places = [self._place(copy) if self.adds_up(copy.pages) else None for copy in copies]
-        return CopyEvent(event, steps.keep, places, self._blocks)
+        return CopyEvent(events, self._spare, keep, places, blocks)
 
-    def _load(self, steps: _Steps, copies: Sequence[SlotCopy], link: torch.cuda.Stream) -> torch.cuda.Event:
-        parts, whole = self._split(copies)
-        if parts:
-            steps.wait(link, _owners(parts))
-            steps.copy_in(link, [self._entries(copy) for copy in parts])
-        if self._blocks is None or not whole:
-            return steps.event(link)
-        ends = [
-            self._spread(steps, self._blocks, group, link) for group in _groups(whole, self._blocks.loads)
-        ]
-        return ends[-1]
+    def _move(self, blocks: GpuBlocks, lane: _Lane, copy: SlotCopy, *, gather: bool) -> int:
+        """A whole block, queued on the lane's stream. Returns its place."""
+        address, stream = address_of(copy.buffer), lane.stream
+        trip = lane.trips.get(address)
+        if trip is None:
+            trip = lane.trips[address] = self._plan(blocks, lane.buffer, address, gather=gather)
+        blocks.ask(trip.place, lane.buffer, copy.pages.block_ids)
+        self._driver.copy(trip.incoming, stream.cuda_stream)
+        # Only the pages are the last owner's: the buffer fills while it still uses them.
+        if copy.after is not None and copy.after is not lane.after:
+            self._driver.wait_event(stream.cuda_stream, copy.after.cuda_event)
+            lane.after = copy.after
+        blocks.launch(trip.place, stream, gather=gather)
+        self._driver.copy(trip.outgoing, stream.cuda_stream)
+        return trip.place
 
-    def _spread(
-        self, steps: _Steps, blocks: GpuBlocks, group: Sequence[SlotCopy], link: torch.cuda.Stream
-    ) -> torch.cuda.Event:
-        """Whole blocks to their pages, behind what is on the link already. Returns the end of it all."""
-        places, (buffers, free) = [self._place(copy) for copy in group], blocks.loads.take(len(group))
-        steps.wait(link, free)
-        question = _question(blocks, group, places, buffers)
-        steps.copy_in(link, [_payloads(blocks, group, buffers), question])
-        # Only the pages are the last owner's: buffers fill while it still uses them.
-        steps.wait(self._moves, [steps.event(link), *_owners(group)])
-        steps.move(self._moves, blocks, places, gather=False)
-        moved = steps.event(self._moves)
-        blocks.loads.busy(buffers, moved)
-        if not blocks.add:
-            return moved
-        # On a stream of their own: behind a store's copy they would keep the next block's kernel.
-        steps.wait(self._answers, [moved])
-        steps.copy_out(self._answers, [blocks.answer(places)])
-        return steps.event(self._answers)
+    def _plan(self, blocks: GpuBlocks, buffer: int, address: int, *, gather: bool) -> _Trip:
+        assert self._memory is not None
+        # A number that no other slot has: slots are no shorter than a payload.
+        place = (address - address_of(self._memory)) // self._map.payload_bytes
+        into = blocks.incoming(place, buffer, address, payload=not gather)
+        out = blocks.outgoing(place, buffer, address, payload=gather)
+        return _Trip(place, _copy_in(into), _copy_out(out))
 
-    def _store(self, steps: _Steps, copies: Sequence[SlotCopy], link: torch.cuda.Stream) -> torch.cuda.Event:
-        parts, whole = self._split(copies)
-        steps.wait(link, _owners(copies))
-        if parts:
-            steps.copy_out(link, [self._entries(copy) for copy in parts])
-        if self._blocks is None:
-            return steps.event(link)
-        blocks, lane = self._blocks, self._blocks.stores
-        for group in _groups(whole, lane):
-            places, (buffers, free) = [self._place(copy) for copy in group], lane.take(len(group))
-            steps.wait(link, free)
-            steps.copy_in(link, [_question(blocks, group, places, buffers)])
-            steps.move(link, blocks, places, gather=True)
-            steps.copy_out(link, [_payloads(blocks, group, buffers), blocks.answer(places)])
-            lane.busy(buffers, steps.event(link))
-        return steps.event(link)
+    def _move_parts(self, parts: Sequence[SlotCopy], keep: list[Batch], *, gather: bool) -> torch.cuda.Stream:
+        """Page by page, in one call."""
+        stream = self._store_stream(address_of(parts[0].buffer)) if gather else self._loads
+        for after in {id(part.after): part.after for part in parts if part.after is not None}.values():
+            self._driver.wait_event(stream.cuda_stream, after.cuda_event)
+        entries = _join([self._entries(part) for part in parts])
+        keep.append(_copy_out(entries) if gather else _copy_in(entries))
+        self._driver.copy(keep[-1], stream.cuda_stream)
+        return stream
 
-    def _split(self, copies: Sequence[SlotCopy]) -> tuple[list[SlotCopy], list[SlotCopy]]:
-        """Those that go page by page, and whole blocks where there are buffers for them."""
-        if self._blocks is None:
-            return list(copies), []
-        parts = [copy for copy in copies if not self._is_whole(copy.pages)]
-        return parts, [copy for copy in copies if self._is_whole(copy.pages)]
+    def _stream(self) -> torch.cuda.Stream:
+        # Of high priority, for the sake of the kernels: one of vLLM's with many waves would keep them, and
+        # the slot with them, for milliseconds.
+        return torch.cuda.Stream(self._device, priority=-1)
+
+    def _store_stream(self, address: int) -> torch.cuda.Stream:
+        stream = self._stores.get(address)
+        if stream is None:
+            stream = self._stores[address] = self._stream()
+        return stream
+
+    def _streams(self) -> list[torch.cuda.Stream]:
+        lanes = [lane.stream for lanes in self._lanes.values() for lane in lanes]
+        return [self._loads, *lanes, *self._stores.values()]
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def _is_whole(self, pages: Chunk) -> bool:
         return len(pages.block_ids) == self._map.blocks_per_chunk
-
-    def _place(self, copy: SlotCopy) -> int:
-        """A number that no other slot has: slots are no shorter than a payload."""
-        assert self._memory is not None
-        return (address_of(copy.buffer) - address_of(self._memory)) // self._map.payload_bytes
 
     def _entries(self, copy: SlotCopy) -> Copies:
         """Of one block: addresses on the device, addresses in staging memory, bytes."""
@@ -222,7 +261,7 @@ class CudaDevice:
         memory, self._memory = self._memory, None
         if memory is None:
             return
-        if not _wait_for(self._loads, self._moves, self._answers, *self._stores.values()):
+        if not _wait_for(*self._streams()):
             _still_pinned.append(memory)
             return
         self._blocks = None  # not before: its memory, too, is the streams' until then
@@ -234,25 +273,6 @@ class CudaDevice:
             # The driver still has the pages: memory that is given back now could become somebody else's.
             _still_pinned.append(memory)
             log.warning("py-kvcache: staging memory could not be unpinned: %s", error)
-
-
-def _groups(copies: Sequence[SlotCopy], lane: Lane) -> list[Sequence[SlotCopy]]:
-    return [copies[n : n + lane.most] for n in range(0, len(copies), lane.most)]
-
-
-def _owners(copies: Sequence[SlotCopy]) -> list[torch.cuda.Event]:
-    """The events behind which the pages are free to be read or written; each once."""
-    return list({id(copy.after): copy.after for copy in copies if copy.after is not None}.values())
-
-
-def _payloads(blocks: GpuBlocks, group: Sequence[SlotCopy], buffers: Sequence[int]) -> Copies:
-    return blocks.payloads(buffers, [address_of(copy.buffer) for copy in group])
-
-
-def _question(
-    blocks: GpuBlocks, group: Sequence[SlotCopy], places: Sequence[int], buffers: Sequence[int]
-) -> Copies:
-    return blocks.asking(places, buffers, [copy.pages.block_ids for copy in group])
 
 
 def _wait_for(*streams: torch.cuda.Stream) -> bool:
@@ -267,54 +287,19 @@ def _wait_for(*streams: torch.cuda.Stream) -> bool:
     return good
 
 
-class _Steps:
-    """Queues what a launch takes on streams, and keeps the arrays that have to live until its end."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self.keep: list[tuple[Ints, Ints, Ints]] = []
-
-    def wait(self, stream: torch.cuda.Stream, events: Iterable[torch.cuda.Event]) -> None:
-        for event in events:
-            self._driver.wait_event(stream.cuda_stream, event.cuda_event)
-
-    def copy_in(self, stream: torch.cuda.Stream, parts: list[Copies]) -> None:
-        """To the device. What is copied does not change until the end, so it may be read in any order."""
-        there, here, lengths = _join(parts)
-        self._copy(there, here, lengths, Access.ANY, stream)
-
-    def copy_out(self, stream: torch.cuda.Stream, parts: list[Copies]) -> None:
-        """From the device, whose memory is only right behind what is on the stream."""
-        there, here, lengths = _join(parts)
-        self._copy(here, there, lengths, Access.STREAM, stream)
-
-    def move(
-        self, stream: torch.cuda.Stream, blocks: GpuBlocks, places: Sequence[int], *, gather: bool
-    ) -> None:
-        with torch.cuda.stream(stream):
-            blocks.launch(places, gather=gather)
-
-    def event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    def _copy(
-        self, targets: Ints, sources: Ints, lengths: Ints, access: Access, stream: torch.cuda.Stream
-    ) -> None:
-        self.keep.append((targets, sources, lengths))
-        self._driver.copy_batch(targets, sources, lengths, access, stream.cuda_stream)
-
-
-_Way = Callable[[_Steps, Sequence["SlotCopy"], Any], Any]
-
-
-def _join(parts: list[Copies]) -> tuple[Ints, Ints, Ints]:
+def _join(parts: Sequence[Copies]) -> Copies:
     columns = zip(*((part.addresses, part.offsets, part.lengths) for part in parts), strict=True)
-    there, here, lengths = (
-        np.ascontiguousarray(column[0]) if len(column) == 1 else np.concatenate(column) for column in columns
-    )
-    return there, here, lengths
+    return Copies(*(np.concatenate(column) for column in columns))
+
+
+def _copy_in(copies: Copies) -> Batch:
+    """To the device. What is copied does not change until the end, so it may be read in any order."""
+    return Batch(copies.addresses, copies.offsets, copies.lengths, Access.ANY)
+
+
+def _copy_out(copies: Copies) -> Batch:
+    """From the device, whose memory is only right behind what is on the stream."""
+    return Batch(copies.offsets, copies.addresses, copies.lengths, Access.STREAM)
 
 
 def _make_blocks(page_map: PageMap, slots: int, device: torch.device, *, add: bool) -> GpuBlocks | None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from py_kvcache.worker.pages import Ints
 
 _ABI = 12080
 _LIBRARY = "libcuda.so.1"
@@ -43,6 +46,23 @@ class _Attributes(ctypes.Structure):
     )
 
 
+class Batch:
+    """What one call copies, with the driver's pointers made once: a block's trip is the same every time.
+
+    Args:
+        targets, sources, lengths: contiguous arrays of 64-bit integers, addresses and bytes. They stay as
+            they are, and the batch alive, until the copies have ended.
+        order: when the sources may be read.
+    """
+
+    __slots__ = ("_keep", "count", "order", "pointers")
+
+    def __init__(self, targets: Ints, sources: Ints, lengths: Ints, order: Access) -> None:
+        self._keep = targets, sources, lengths
+        self.count, self.order = len(lengths), order
+        self.pointers = tuple(ctypes.c_void_p(array.ctypes.data) for array in self._keep)
+
+
 class Driver:
     """Any thread may call; copies and ``current_context`` use the calling thread's context.
 
@@ -59,8 +79,9 @@ class Driver:
         address = self._find(b"cuMemcpyBatchAsync")
         self._copy = ctypes.CFUNCTYPE(ctypes.c_int)(address)
         self._copy_few = ctypes.PYFUNCTYPE(ctypes.c_int)(address)  # keeps the GIL
-        self._attributes = {order: _Attributes(order=int(order)) for order in Access}
-        self._zero = ctypes.c_size_t(0)  # one set of attributes, from entry 0 on
+        self._held = {order: _Attributes(order=int(order)) for order in Access}, ctypes.c_size_t(0)
+        self._attributes = {order: ctypes.byref(made) for order, made in self._held[0].items()}
+        self._zero = ctypes.byref(self._held[1])  # one set of attributes, from entry 0 on
 
     def current_context(self) -> int:
         """Of the calling thread."""
@@ -95,29 +116,23 @@ class Driver:
         )
         self._check(code, "cuStreamWaitEvent")
 
-    def copy_batch(self, targets: Any, sources: Any, lengths: Any, order: Access, stream: int) -> None:
-        """Queue one copy per entry on a stream (not the default one).
-
-        Args:
-            targets, sources, lengths: contiguous numpy arrays of 64-bit integers, addresses and bytes; alive
-                and unchanged until the copies have ended.
-        """
-        if not len(lengths):
+    def copy(self, batch: Batch, stream: int) -> None:
+        """Queue the copies on a stream (not the default one)."""
+        if not batch.count:
             return
         failed = ctypes.c_size_t(0)
-        copy = self._copy if len(lengths) >= _RELEASE_FROM else self._copy_few
+        copy = self._copy if batch.count >= _RELEASE_FROM else self._copy_few
         code = copy(
-            ctypes.c_void_p(targets.ctypes.data),
-            ctypes.c_void_p(sources.ctypes.data),
-            ctypes.c_void_p(lengths.ctypes.data),
-            ctypes.c_size_t(len(lengths)),
-            ctypes.byref(self._attributes[order]),
-            ctypes.byref(self._zero),
+            *batch.pointers,
+            ctypes.c_size_t(batch.count),
+            self._attributes[batch.order],
+            self._zero,
             ctypes.c_size_t(1),
             ctypes.byref(failed),
             ctypes.c_void_p(stream),
         )
-        self._check(code, f"cuMemcpyBatchAsync of {len(lengths)} pages")
+        if code:
+            self._check(code, f"cuMemcpyBatchAsync of {batch.count} pieces")
 
     def _find(self, name: bytes) -> int:
         address, status = ctypes.c_void_p(), ctypes.c_int()

@@ -28,7 +28,10 @@ class DeviceEvent(Protocol):
         """Never blocks; raises if the copies failed."""
 
     def sums(self, number: int) -> BlockSums | None:
-        """Of that block of the batch, as the device has it, once done; None where it adds nothing up."""
+        """Of that block of the batch, as the device has it, once done; None where it adds nothing up.
+
+        Good until the block's slot is copied again.
+        """
 
 
 def is_pending(event: DeviceEvent) -> bool:
