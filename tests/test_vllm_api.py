@@ -287,7 +287,7 @@ def scheduler(keys: list[bytes], stored: int, blocks: int = 0, per_chunk: int = 
     return N(
         _jobs={1: N(req_id="r")},
         _req_status={"r": N(group_states=(state,))},
-        config=N(blocks_per_chunk=per_chunk),
+        config=N(blocks_per_chunk=per_chunk, kv_group_configs=(N(tokens_per_chunk=16 * per_chunk),)),
         state=state,
     )
 
@@ -326,21 +326,41 @@ def test_a_requests_chunks_are_offered_again_from_a_given_one_on():
     assert stock.state.next_stored_chunk_idx == 2
 
 
-def test_on_026_a_request_aborted_while_waiting_keeps_no_more_keys_than_it_has_blocks(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("blocks", "computed", "tokens", "chunks"),
+    [
+        (0, 0, 192, 0),  # aborted while it waited
+        (3, 48, 192, 1),  # half a chunk has a place
+        (4, 60, 192, 1),  # aborted in the middle of a prefill: the second chunk has a place, and no end
+        (4, 64, 192, 2),
+        (12, 192, 192, 6),
+        (12, 192, 193, 6),  # its first token was sampled
+        (12, 224, 224, 6),
+        (12, 0, 192, 0),  # aborted while it was preempted: its blocks are others' by now
+    ],
+)
+def test_an_ended_request_keeps_the_chunks_that_were_computed(
+    blocks: int, computed: int, tokens: int, chunks: int
 ):
-    at(monkeypatch, "0.26.0")
-    for blocks, kept in ((0, 0), (3, 1), (4, 2), (100, 6)):
-        stock = scheduler(KEYS, stored=0, blocks=blocks)
-        vllm_api.trim_finished(stock, "r")
-        assert stock.state.offload_keys == KEYS[:kept]
-    vllm_api.trim_finished(stock, "nobody")
+    stock = scheduler(KEYS, stored=0, blocks=blocks)
+    request = N(request_id="r", num_computed_tokens=computed, num_prompt_tokens=192, num_tokens=tokens)
+    vllm_api.forget_uncomputed(stock, request)
+    assert stock.state.offload_keys == KEYS[:chunks]
+    assert stock.state.block_ids == list(range(2 * chunks))
 
 
-def test_from_027_on_vllm_does_that_itself(monkeypatch: pytest.MonkeyPatch):
-    at(monkeypatch, "0.27.0")
+@pytest.mark.parametrize(("tokens", "chunks"), [(96, 2), (97, 3)])
+def test_the_last_sampled_token_was_not_computed(tokens: int, chunks: int):
+    """Asynchronous scheduling has counted the step that would have."""
+    stock = scheduler(KEYS, stored=0, blocks=12)
+    request = N(request_id="r", num_computed_tokens=tokens, num_prompt_tokens=40, num_tokens=tokens)
+    vllm_api.forget_uncomputed(stock, request)
+    assert (stock.state.offload_keys, len(stock.state.block_ids)) == (KEYS[:chunks], 2 * chunks)
+
+
+def test_a_request_that_the_stock_scheduler_never_knew_is_none_of_ours():
     stock = scheduler(KEYS, stored=0)
-    vllm_api.trim_finished(stock, "r")
+    vllm_api.forget_uncomputed(stock, N(request_id="nobody"))
     assert stock.state.offload_keys == KEYS
 
 

@@ -147,7 +147,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         Stock gives them up at once and has a step wait for what is still to be copied from them: the engine
         stands still, or the end of the prompt is not stored.
         """
-        vllm_api.trim_finished(self.connector_scheduler, request.request_id)
+        vllm_api.forget_uncomputed(self.connector_scheduler, request)
         keep, more = answer
         if keep or not self._keeps_blocks or not vllm_api.ended_by_itself(request):
             return answer

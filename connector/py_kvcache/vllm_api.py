@@ -315,19 +315,25 @@ def offer_again(connector_scheduler: Any, request_id: str, first: bytes) -> None
         _rewind(status, (first,))
 
 
-def trim_finished(connector_scheduler: Any, request_id: str) -> None:
-    """0.26: a request aborted while waiting has more keys than blocks, and the store pass asserts.
+def forget_uncomputed(connector_scheduler: Any, request: Any) -> None:
+    """Keep of an ended request only the chunks that have been computed to their last token.
 
-    (vllm#49118, #52170: AssertionError in _build_store_jobs kills the engine.)
+    Its last store jobs are made in the step after its end, and vLLM then counts tokens that have a place but
+    were never computed: of an aborted request all of them (0.26: wrong text for the next one; while it waits
+    its blocks are fewer than its keys, and an assertion kills the engine, vllm#49118, #52170), the last
+    sampled one (before 0.30), and those of a load that failed, where a failed load is to fail the request
+    (all versions). What is scheduled counts as computed: its kernels come before the copy's event.
     """
-    if not vllm_version().before(0, 27):
-        return
-    status = connector_scheduler._req_status.get(request_id)
+    status = connector_scheduler._req_status.get(request.request_id)
     if status is None:
         return
-    per_chunk = connector_scheduler.config.blocks_per_chunk
-    for state in status.group_states:
-        del state.offload_keys[len(state.block_ids) // per_chunk :]
+    computed = min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
+    config = connector_scheduler.config
+    for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+        chunks = min(computed // group.tokens_per_chunk, len(state.block_ids) // config.blocks_per_chunk)
+        # Both, or vLLM asserts that they are as many.
+        del state.offload_keys[chunks:]
+        del state.block_ids[chunks * config.blocks_per_chunk :]
 
 
 def was_aborted(request: Any) -> bool:
