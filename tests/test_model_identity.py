@@ -141,8 +141,36 @@ def test_a_hub_model_that_moved_while_the_engine_started_is_refused(
 ):
     hub(tmp_path, monkeypatch, "org/name", "b" * 40, "config.json")
     assert model_identity("org/name", None, "auto", 0, "b" * 40)["commit"] == "b" * 40
-    with pytest.raises(UnsupportedError, match="moved from commit aaaa.* start it again"):
+    with pytest.raises(UnsupportedError, match=r"is of commit aaaa.+its weights of bbbb.+start it again"):
         model_identity("org/name", None, "auto", 0, "a" * 40)
+
+
+def test_weights_in_a_download_dir_are_looked_for_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub(tmp_path, monkeypatch, "org/name", "a" * 40, "config.json")
+    other = tmp_path / "other"
+    hub(other, monkeypatch, "org/name", "b" * 40, "model.safetensors")
+    monkeypatch.undo()
+    downloads = str(other / "hub")
+    found = model_identity("org/name", None, "auto", 0, None, downloads)
+    assert found["commit"] == "b" * 40 and found["files"]
+    with pytest.raises(UnsupportedError, match="--download-dir holds another version"):
+        model_identity("org/name", None, "auto", 0, "a" * 40, downloads)
+    assert model_identity("org/name", "b" * 40, "auto", 0, None, downloads) == found
+    with pytest.raises(UnsupportedError, match=f"is not in {downloads}"):
+        model_identity("org/none", None, "auto", 0, None, downloads)
+    with pytest.raises(UnsupportedError, match="neither a local folder nor a hub name"):
+        model_identity("s3://bucket/name", None, "auto", 0, None, downloads)
+
+
+def test_weights_that_come_from_where_nobody_looks_are_refused(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(UnsupportedError, match="tensorizer"):
+        model_identity(str(snapshot), None, "tensorizer", 0)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(UnsupportedError, match="ModelScope.+use a local folder"):
+        model_identity("org/name", "a" * 40, "auto", 0)
+    assert model_identity(str(snapshot), None, "auto", 0)["commit"] == "d" * 40
 
 
 # ---- code

@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="the namespace reads vLLM's configuration thr
 import torch
 
 from py_kvcache import identity, namespace, vllm_api
+from py_kvcache.errors import UnsupportedError
 from py_kvcache.identity import display_name
 from py_kvcache.layout import parse_namespace_dir
 from py_kvcache.namespace import (
@@ -320,11 +321,19 @@ def test_vllms_whole_version_counts_but_not_what_it_was_built_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     names = []
-    for text in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.33.0"):
+    same = ("0.32.0", "0.32.0+cpu", "0.32.0+cu130", "0.32.0+rocm6.3")
+    for text in (*same, "0.32.1", "0.33.0", "0.32.0+corp1", "0.32.0+corp2.cu130"):
         monkeypatch.setattr(vllm_api.vllm, "__version__", text)
         names.append(engine.name())
-    assert names[0] == names[1]
-    assert len(set(names)) == 3
+    assert len(set(names[: len(same)])) == 1
+    assert len(set(names)) == 5
+
+
+@pytest.mark.parametrize("name", ["text_model_id", "audio_model_id"])
+def test_a_model_with_weights_from_other_models_is_refused(engine: Engine, name: str):
+    setattr(engine.config.model_config.hf_config, name, "org/other")
+    with pytest.raises(UnsupportedError, match=f"org/other .{name}"):
+        engine.name()
 
 
 @pytest.mark.parametrize("what", ["transformers", "plugin"])

@@ -45,6 +45,23 @@ def _snapshot_of(name: str, revision: str | None, *files: str) -> tuple[str, str
     return None
 
 
+def _snapshot_below(cache: str, name: str, revision: str | None) -> tuple[str, str] | None:
+    """The same in another folder, where the weights alone are (--download-dir). Raises OSError, too."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try_to_load_from_cache(name, "config.json", cache_dir=cache)  # raises ValueError for what is no name
+    repository = os.path.join(cache, f"models--{name.replace('/', '--')}")
+    commit = revision or "main"
+    if not _COMMIT.fullmatch(commit):
+        try:
+            with open(os.path.join(repository, "refs", commit), encoding="utf-8") as file:
+                commit = file.read().strip()
+        except FileNotFoundError:
+            return None
+    folder = os.path.join(repository, "snapshots", commit, "")
+    return (commit, folder) if _COMMIT.fullmatch(commit) and os.path.isdir(folder) else None
+
+
 def _commit_of(name: str, revision: str | None, *files: str) -> str | None:
     found = _snapshot_of(name, revision, *files)
     return None if found is None else found[0]
@@ -61,12 +78,17 @@ def _at_commit(commit: str, folder: str) -> dict[str, Any]:
 
 
 def model_identity(
-    model: str, revision: str | None, load_format: str, seed: int, config_commit: str | None = None
+    model: str,
+    revision: str | None,
+    load_format: str,
+    seed: int,
+    config_commit: str | None = None,
+    download_dir: str | None = None,
 ) -> dict[str, Any]:
     """Which weights these are: a commit, or the marks of local files; dummy weights come from a seed.
 
     Args:
-        model, revision, load_format, seed: as vLLM has them.
+        model, revision, load_format, seed, download_dir: as vLLM has them.
         config_commit: the commit that transformers read the model's configuration from, if it knows.
 
     Raises:
@@ -75,22 +97,24 @@ def model_identity(
     """
     if load_format == "dummy":
         return {"dummy_seed": seed}
-    if os.path.exists(model):
-        # Offline, vLLM is given the hub cache's own folder; its commit is the same on every node, the
-        # times of its files are not. What somebody saved below it has no commit.
-        snapshot = _SNAPSHOT.search(os.path.abspath(model))
-        if snapshot is not None and not snapshot["rest"]:
-            found = _at_commit(snapshot["commit"], model)
-            if found["files"]:
-                return found
-        if marks := weights_mark(model):
-            return {"files": marks, "code": code_mark(model)}
+    if load_format == "tensorizer":
         raise UnsupportedError(
-            f"{model} holds no weight files ({', '.join(SHARD_ENDINGS)}), so a change of the weights would "
-            "go unseen; use a local copy or a hub name"
+            "load_format tensorizer takes the weights from elsewhere than the model's folder, so a change of "
+            "them would go unseen; use another load format"
+        )
+    if os.path.exists(model):
+        return _local_identity(model)
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        raise UnsupportedError(
+            f"VLLM_USE_MODELSCOPE takes {model} from ModelScope, whose versions are not known here; use a "
+            "local folder"
         )
     try:
-        commit, folder = _snapshot_of(model, revision, "config.json", "params.json") or (None, "")
+        if download_dir:
+            found = _snapshot_below(download_dir, model, revision)
+        else:
+            found = _snapshot_of(model, revision, "config.json", "params.json")
+        commit, folder = found or (None, "")
     except ValueError:
         raise UnsupportedError(
             f"{model} is neither a local folder nor a hub name, so a change of the weights would go unseen; "
@@ -99,16 +123,45 @@ def model_identity(
     if commit is None and _COMMIT.fullmatch(revision or ""):
         commit = revision
     if commit is None:
+        where = download_dir or "the local hub cache"
         raise UnsupportedError(
-            f"the commit of {model} is not in the local hub cache, so a change of the weights would go "
+            f"the commit of {model} is not in {where}, so a change of the weights would go "
             "unseen; give --revision as a full commit hash, or use a local folder"
         )
     if config_commit not in (None, commit):
         raise UnsupportedError(
-            f"{model} moved from commit {config_commit} to {commit} while the engine started, so nobody "
-            "knows which weights it has; start it again, or give --revision as a full commit hash"
+            f"the configuration of {model} is of commit {config_commit}, its weights of {commit}: it moved "
+            "while the engine started, or --download-dir holds another version, so nobody knows what it "
+            "computes; start it again, or give --revision as a full commit hash"
         )
     return _at_commit(commit, folder)
+
+
+def _local_identity(model: str) -> dict[str, Any]:
+    # Offline, vLLM is given the hub cache's own folder; its commit is the same on every node, the
+    # times of its files are not. What somebody saved below it has no commit.
+    snapshot = _SNAPSHOT.search(os.path.abspath(model))
+    if snapshot is not None and not snapshot["rest"]:
+        identity = _at_commit(snapshot["commit"], model)
+        if identity["files"]:
+            return identity
+    if marks := weights_mark(model):
+        return {"files": marks, "code": code_mark(model)}
+    raise UnsupportedError(
+        f"{model} holds no weight files ({', '.join(SHARD_ENDINGS)}), so a change of the weights would "
+        "go unseen; use a local copy or a hub name"
+    )
+
+
+def refuse_parts_from_elsewhere(hf_config: Any) -> None:
+    """Raise UnsupportedError for a model (Ultravox) that takes some of its weights from other models."""
+    for name in ("text_model_id", "audio_model_id"):
+        other = getattr(hf_config, name, None)
+        if other:
+            raise UnsupportedError(
+                f"the model takes weights from {other} ({name}), so a change of them would go unseen; it is "
+                "not supported yet"
+            )
 
 
 def code_mark(folder: str) -> list[list[str]]:

@@ -10,11 +10,19 @@ import dataclasses
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from py_kvcache import vllm_api
-from py_kvcache.identity import digest, display_name, foreign_code, model_identity, software
+from py_kvcache.identity import (
+    digest,
+    display_name,
+    foreign_code,
+    model_identity,
+    refuse_parts_from_elsewhere,
+    software,
+)
 from py_kvcache.layout import namespace_name
 
 SCHEMA = 1
@@ -85,6 +93,9 @@ def _hf_facts(model_config: Any) -> Any:
     return {key: value for key, value in config.to_dict().items() if key not in _HF_NOISE}
 
 
+# Parts of a local version that name a device.
+_BUILT_FOR = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|neuron\d*|\d+")
+
 # Of LoRAConfig: how many adapters are kept, and how kernels are captured.
 _LORA_NOISE = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
 
@@ -95,6 +106,16 @@ def _lora_facts(config: Any) -> Any:
         return None
     names = (field.name for field in dataclasses.fields(config))
     return {name: str(getattr(config, name, None)) for name in names if name not in _LORA_NOISE}
+
+
+def _build(version: str) -> str:
+    """The whole version, since a patch release or somebody's own build may mend what a model computes.
+
+    But not what it was built for, which the marks of the KV tensors tell: 0.30.0 and 0.30.0+cu130 are one.
+    """
+    public, _, local = version.partition("+")
+    own = [part for part in local.split(".") if part and not _BUILT_FOR.fullmatch(part)]
+    return "+".join([public, *([".".join(own)] if own else [])])
 
 
 def _length_facts(model: Any) -> Any:
@@ -122,10 +143,10 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
     load_format = str(getattr(load.load_format, "value", load.load_format))
     spec = vllm_config.speculative_config
     hf_config = _hf_facts(model)
+    refuse_parts_from_elsewhere(getattr(model, "hf_config", None))
     return {
         "schema": SCHEMA,
-        # Whole: a patch release may mend what a model computes.
-        "engine": f"vllm {vllm_api.vllm_version().text.partition('+')[0]}",
+        "engine": f"vllm {_build(vllm_api.vllm_version().text)}",
         "software": software(),
         "model": display_name(model.model),
         "weights": model_identity(
@@ -134,6 +155,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> d
             load_format,
             model.seed,
             getattr(getattr(model, "hf_config", None), "_commit_hash", None),
+            getattr(load, "download_dir", None),
         ),
         "load": [
             load_format,

@@ -560,6 +560,19 @@ def test_config_json_is_written_once_for_each_namespace_and_not_in_the_step(tmp_
     assert (tmp_path / engine.spaces.name(None) / "config.json").is_file()
 
 
+def test_a_namespace_removed_under_a_running_engine_is_described_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(names_module, "DESCRIBE_AGAIN_S", 0.0)
+    engine = Engine(tmp_path)
+    described = tmp_path / engine.spaces.name(None) / "config.json"
+    for name in ("a", "b"):
+        engine.ask(engine.admit(name, keys(1)))
+        engine.prober.jobs.pop()()
+        described.unlink()
+        described.parent.rmdir()
+
+
 @pytest.mark.parametrize("content", ["not JSON", "[]"])
 def test_a_config_json_that_cannot_be_read_costs_a_warning_only(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture

@@ -64,8 +64,9 @@ def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch: pytest.Mon
     assert not any(memory)
 
 
-def test_more_than_there_is_gives_one_error_with_the_remedy():
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
+def test_more_than_there_is_gives_one_error_with_the_remedy(nbytes: int):
     with pytest.raises(
         KvCacheError, match=r"no [0-9]+ MiB for staging: .*; set staging_bytes or io_depth lower"
     ):
-        host_memory(1 << 60)
+        host_memory(nbytes)

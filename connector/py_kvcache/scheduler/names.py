@@ -25,7 +25,7 @@ class Names:
 
     def __init__(self, config: Config, spaces: Spaces, prober: Prober, adapters: Adapters) -> None:
         self._config, self._spaces, self._prober, self._adapters = config, spaces, prober, adapters
-        # When to try to write config.json; never again once it stands.
+        # When to look for config.json again: who removes a namespace under us removes it, too.
         self._describe_at: OrderedDict[str, float] = OrderedDict()
 
     def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:
@@ -61,7 +61,6 @@ class Names:
             write_config(config.root_path, name, fields, dir_mode=config.dir_mode, file_mode=config.file_mode)
         except OSError as error:
             logger.warning("py-kvcache: could not write config.json of %s: %s", name, error)
-            return
         except ValueError as error:
             logger.warning("py-kvcache: config.json of %s is unreadable, remove it: %s", name, error)
-        self._describe_at[name] = float("inf")
+            self._describe_at[name] = float("inf")

@@ -24,7 +24,11 @@ def host_memory(nbytes: int) -> memoryview:
     try:
         # Private: the pages of a shared mapping are a tmpfs file's, for which huge pages are mostly off.
         area = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (
+        OSError,
+        OverflowError,
+        ValueError,
+    ) as error:  # beyond what a C size holds, too
         raise KvCacheError(
             f"no {nbytes >> 20} MiB for staging: {error}; set staging_bytes or io_depth lower"
         ) from error
