@@ -155,7 +155,7 @@ def doctor(
         given = parse_option(config) if config is not None else None
         if given is not None and _source(context, "root") != "COMMANDLINE":
             root = ""  # in vLLM, too, the config's root is stronger than the environment's
-        report = tool.examine(root, given)
+        report = tool.examine(root, *(given or ()))
         answer(lambda: tool.as_json(report), as_json, lambda console: doctor_view.show(report, console))
     raise typer.Exit(GOOD if report.is_good else PROBLEM)
 

@@ -25,7 +25,7 @@ from py_kvcache.scheduler import names as names_module
 from py_kvcache.scheduler.lookup import SEEN_FOR_S, SET_ASIDE_S
 from py_kvcache.scheduler.manager import ABSENT_FOR_S, HUNG_RETRY_S, Manager
 from py_kvcache.scheduler.probe import ChainAnswer, Prober
-from py_kvcache.scheduler.requests import wanted
+from py_kvcache.scheduler.requests import complain, wanted
 from py_kvcache.vllm_api import LookupResult
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
@@ -1086,6 +1086,17 @@ def test_whatever_is_not_plainly_a_yes_opts_out(no: Any):
     assert wanted({"py_kvcache": {"load": True}}, "load")
     assert wanted({"py_kvcache": {}}, "load")
     assert wanted(None, "load")
+
+
+def test_a_misspelt_wish_is_said_once(caplog: pytest.LogCaptureFixture):
+    for params in ({"load": False}, {"py_kvcache": {"load": "no", "store": 1}}, None, {}):
+        complain(params)
+    assert caplog.records == []
+    for _ in range(3):
+        complain({"py_kvcache": {"load": False, "stor": False}})
+        complain({"py_kvcache": "off"})
+    assert len(caplog.records) == 2
+    assert "'stor'" in caplog.text and "known: load, store" in caplog.text
 
 
 def test_how_long_vllm_takes_to_ask_again_is_no_wait_for_the_file_system():

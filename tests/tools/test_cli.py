@@ -87,7 +87,11 @@ def test_the_root_may_come_from_the_environment(root: Any) -> None:
 
 def test_a_config_gives_the_doctor_its_root_and_is_stronger_than_the_environment(root: Any) -> None:
     extra = {"root": str(root.path), "ring": "threads"}
-    for config in (extra, {"kv_role": "kv_both", "kv_connector_extra_config": extra}):
+    whole = {
+        "kv_connector": "PyKvCacheConnector", "kv_connector_module_path": "py_kvcache.connector",
+        "kv_role": "kv_both", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    for config in (extra, {"kv_connector_extra_config": extra}, whole):
         done = cli("doctor", "--json", "--config", json.dumps(config), PY_KVCACHE_ROOT="/none/none")
         told = json.loads(done.stdout)
         assert (done.returncode, told["root"], told["will_use"]["ring"]) == (0, str(root.path), "threads")
@@ -192,6 +196,25 @@ def test_a_missing_root_names_the_variable_that_may_give_it(command: list[str]) 
     done = cli(*command, COLUMNS="200")
     assert done.returncode == 2
     assert "PY_KVCACHE_ROOT" in done.stderr
+
+
+def test_without_the_packages_of_the_command_line_it_says_which_extra_has_them() -> None:
+    code = "import sys; sys.modules['typer'] = None; import py_kvcache.__main__ as m; m.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "connector")},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "typer is missing" in done.stderr and "pip install 'py-kvcache[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_verification_cut_short_by_its_limit_says_so(root: Any) -> None:
+    space = root.namespace("a/one", "a" * 12)
+    for _ in range(4):
+        root.block(space)
+    assert "Only 3 blocks were checked (--limit)" in cli("verify", str(root.path), "--limit", "3").stdout
+    assert "--limit" not in cli("verify", str(root.path), "--limit", "9").stdout
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import resource
 import subprocess
@@ -17,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from py_kvcache import layout
-from py_kvcache.errors import KvCacheError, RootError
-from py_kvcache.tools import doctor, doctor_fs, doctor_host, doctor_view
+from py_kvcache.errors import ConfigError, KvCacheError, RootError
+from py_kvcache.tools import doctor, doctor_fs, doctor_host, doctor_settings, doctor_view
 from py_kvcache.tools.checks import Check, Status
 from py_kvcache.tools.mounts import Mount, find_mount, parse_mountinfo
 from py_kvcache.worker.probe import DirectProbe, RingProbe
@@ -182,6 +183,66 @@ def test_a_wrong_setting_of_a_config_is_a_problem_and_the_rest_is_examined(
     assert part in found(report, "settings").text
     assert not report.is_good
     assert found(report, "root").status is Status.OK
+
+
+def outer(**changes: Any) -> dict[str, Any]:
+    value = {
+        "kv_connector": "PyKvCacheConnector",
+        "kv_connector_module_path": "py_kvcache.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"root": "/cache"},
+        **changes,
+    }
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "remedy"),
+    [
+        (outer(kv_role="kv_producer"), "kv_role is 'kv_producer'", "kv_both"),
+        (outer(kv_role=None), "kv_role is missing", "kv_both"),
+        (
+            outer(kv_connector="PyKvCacheConector"),
+            "kv_connector is 'PyKvCacheConector'",
+            "PyKvCacheConnector",
+        ),
+        (outer(kv_connector_module_path="py_kvcache.conector"), "module_path is", "py_kvcache.connector"),
+        (
+            outer(kv_connector_extra_config=None, kv_connector_extra_conf={}),
+            "unknown key 'kv_connector_extra_conf'",
+            "did you mean 'kv_connector_extra_config'",
+        ),
+        (
+            {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": []}},
+            "none of the MultiConnector's",
+            "add one",
+        ),
+    ],
+)
+def test_what_is_wrong_around_an_extra_config_is_a_problem_with_its_remedy(
+    tmp_path: Path, value: dict[str, Any], text: str, remedy: str
+) -> None:
+    given = doctor_settings.parse_option(json.dumps(value))
+    report = doctor.examine(str(tmp_path), *given)
+    check = found(report, "settings")
+    assert check.status is Status.PROBLEM
+    assert text in check.text and remedy in check.remedy
+
+
+def test_an_extra_config_is_found_within_a_transfer_config_and_a_multi_connectors() -> None:
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector"}, outer()]},
+    }
+    for value in (outer(), several, {"root": "/cache"}):
+        assert doctor_settings.parse_option(json.dumps(value)) == ({"root": "/cache"}, None)
+
+
+def test_a_file_where_json_belongs_is_told_with_the_way_to_give_it(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"not a file: --config \"\$\(cat "):
+        doctor_settings.parse_option(str(tmp_path / "c.json"))
 
 
 def test_a_relative_root_of_a_config_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,9 @@ class Recorder:
     def span(self, name, cat, ts_us, dur_us, ident, **args):
         self.spans.append((name, dur_us, args))
 
+    def flush(self):
+        self.flushed = len(self.spans)
+
     def counter(self, name, ts_us, **values):
         self.samples.append(values)
 
@@ -71,3 +74,4 @@ def test_the_timeline_has_every_operation_and_the_slots(rig):
         ("load job", 1, 1), ("store job", 1, 1),
     ]  # fmt: skip
     assert max(took for _, took, _ in recorder.spans) == pytest.approx(250_000)
+    assert recorder.flushed == 2, "an idle worker leaves nothing in memory"

@@ -146,7 +146,10 @@ def run(path: str, *, burst: int | None = None, picture: str | None = None) -> d
     recording = read_trace(path)
     found = find_bursts(recording)
     if not found:
-        raise KvCacheError(f"{path} holds no finished load or store: nothing was cached while it was written")
+        raise KvCacheError(
+            f"{path} holds no finished load or store: nothing was loaded or stored while it was written, or "
+            "the engine, which writes when it is idle, has been busy since its start or was killed"
+        )
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "trace": os.path.abspath(path),

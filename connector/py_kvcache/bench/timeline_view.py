@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_STAGES = ("read", "copy to device", "copy from device", "write", "publish")
+_STAGES = ("read", "verify", "copy to device", "copy from device", "seal", "write", "publish")
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -18,7 +18,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     table.add_column("at", justify="right")
     table.add_column("took", justify="right")
     table.add_column("jobs", justify="right")
-    for name in _STAGES:
+    stages = [name for name in _STAGES if any(name in burst["stages"] for burst in report["bursts"])]
+    for name in stages:
         table.add_column(name)
     table.add_column("forward steps")
     first = report["bursts"][0]["begin_s"]
@@ -29,10 +30,15 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             f"{burst['begin_s'] - first:.2f} s",
             f"{burst['seconds']:.3f} s",
             str(len(burst["jobs"])),
-            *(_stage(burst["stages"].get(name)) for name in _STAGES),
+            *(_stage(burst["stages"].get(name)) for name in stages),
             f"{forwards['count']} x {forwards['median_ms']:.0f} ms" if forwards["count"] else "-",
         )
     console.print(table)
+    console.print(
+        "Blocks x median time (mean number at a time). read, write, publish: the volume; verify, seal: "
+        "digests; copy: to and from the engine's KV cache.",
+        style="dim",
+    )
     if "picture" in report:
         console.print(f"* drawn in {report['picture']}", markup=False, highlight=False, soft_wrap=True)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from py_kvcache import vllm_api
@@ -11,6 +13,8 @@ from py_kvcache.plan import Adapter
 
 if TYPE_CHECKING:
     from py_kvcache.scheduler.adapters import AdapterQuestion
+
+logger = logging.getLogger("vllm.py_kvcache.requests")
 
 PARAMS_KEY = "py_kvcache"
 
@@ -22,6 +26,24 @@ def wanted(params: Mapping[str, Any] | None, what: str) -> bool:
     """
     ours = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
     return not isinstance(ours, Mapping) or ours.get(what, True) in (True, "true", "on", "yes", None)
+
+
+@lru_cache(maxsize=64)
+def _say_once(keys: str) -> None:
+    logger.warning(
+        "py-kvcache: a request's kv_transfer_params have %r within %r, which says nothing to us; known: "
+        "load, store", keys, PARAMS_KEY,
+    )  # fmt: skip
+
+
+def complain(params: Any) -> None:
+    """Warn, once for each kind: who misspells "store" believes that nothing of the request is stored."""
+    ours = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
+    if ours is None:
+        return
+    unknown = sorted(set(map(str, ours)) - {"load", "store"}) if isinstance(ours, Mapping) else [repr(ours)]
+    if unknown:
+        _say_once(", ".join(unknown)[:200])
 
 
 @dataclass(slots=True)
@@ -62,6 +84,7 @@ class RequestState:
         # In later turns of a streaming-input session vLLM's stock scheduler appends all KV blocks to those it
         # had listed already (0.26 to 0.33): what it then offers as one block lies in another.
         known = not vllm_api.is_session(self.facts)
+        complain(params)
         self.load, self.store = known and wanted(params, "load"), known and wanted(params, "store")
 
     @property

@@ -63,12 +63,15 @@ def as_json(report: DoctorReport) -> str:
     return json.dumps(report.to_json(), indent=2)
 
 
-def examine(root: str, config: Mapping[str, Any] | None = None) -> DoctorReport:
+def examine(
+    root: str, config: Mapping[str, Any] | None = None, around: tuple[str, str] | None = None
+) -> DoctorReport:
     """Run all checks. Leaves nothing behind. Raises RootError when the root cannot be used at all.
 
     Args:
         root: "" takes that of ``config``.
         config: a kv_connector_extra_config to check as vLLM's start would.
+        around: what is wrong with the --kv-transfer-config around it, and the remedy.
     """
     if not root and config is not None:
         root = doctor_settings.root_of(config)
@@ -78,6 +81,9 @@ def examine(root: str, config: Mapping[str, Any] | None = None) -> DoctorReport:
         raise RootError(errno.EINVAL, "not a path", root)
     given, root = root, os.path.abspath(root)
     settings, checks = doctor_settings.read(root, config)
+    if around is not None:
+        others = [check for check in checks if check.status is not Status.OK]
+        checks = [Check("settings", Status.PROBLEM, *around), *others]
     report = DoctorReport(root, settings, checks)
     with _root_folder(root) as existed:
         report.checks.append(_root_check(root, given, existed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -12,6 +13,13 @@ from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.tools.checks import Check, Status
 
 _EXTRA = "kv_connector_extra_config"
+# What stands around it in --kv-transfer-config.
+_AROUND = {
+    "kv_connector": "PyKvCacheConnector",
+    "kv_connector_module_path": "py_kvcache.connector",
+    "kv_role": "kv_both",
+    _EXTRA: "",
+}
 
 
 class Settings(NamedTuple):
@@ -23,19 +31,54 @@ class Settings(NamedTuple):
     store_stop_at: float = 0.90
 
 
-def parse_option(text: str) -> dict[str, Any]:
-    """The value of --config: an extra config, or the --kv-transfer-config around it. Raises ConfigError."""
+class Given(NamedTuple):
+    """The value of --config: the extra config, and what is wrong around it, with the remedy."""
+
+    extra: dict[str, Any]
+    wrong: tuple[str, str] | None = None
+
+
+def parse_option(text: str) -> Given:
+    """An extra config, or the --kv-transfer-config around it. Raises ConfigError for what is neither."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if os.path.exists(text):
+            raise ConfigError(
+                f'--config takes the JSON itself, not a file: --config "$(cat {text})"'
+            ) from None
         raise ConfigError(
             f'--config is no JSON: {error}; quote it: --config \'{{"root": "/cache"}}\''
         ) from None
-    if isinstance(value, dict):
-        value = value.get(_EXTRA, value)
+    if isinstance(value, dict) and value.keys() & _AROUND.keys():
+        return _unwrap(value)
     if not isinstance(value, dict):
         raise ConfigError(f"--config is no JSON object; give the value of {_EXTRA}")
-    return value
+    return Given(value)
+
+
+def _unwrap(value: Mapping[str, Any]) -> Given:
+    """The extra config of ours within a whole --kv-transfer-config, also of a MultiConnector's."""
+    extra = value.get(_EXTRA) or {}
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{_EXTRA} is no JSON object")
+    connectors = extra.get("connectors")
+    if value.get("kv_connector") == "MultiConnector" and isinstance(connectors, list):
+        for one in connectors:
+            if isinstance(one, dict) and one.get("kv_connector") == _AROUND["kv_connector"]:
+                return _unwrap(one)
+        return Given({}, ("none of the MultiConnector's connectors is PyKvCacheConnector", "add one"))
+    if value.keys() == {_EXTRA}:
+        return Given(extra)
+    for key, wanted in _AROUND.items():
+        if key != _EXTRA and value.get(key) != wanted:
+            found = f"{key} is {value[key]!r}" if key in value else f"{key} is missing"
+            return Given(extra, (found, f'"{key}": "{wanted}"'))
+    for key in value:
+        close = difflib.get_close_matches(str(key), [_EXTRA], n=1)
+        if key not in _AROUND and close:
+            return Given(extra, (f"unknown key {key!r}", f"did you mean {_EXTRA!r}?"))
+    return Given(extra)
 
 
 def root_of(config: Mapping[str, Any]) -> str:
@@ -86,4 +129,7 @@ def _verdict(config: Mapping[str, Any], root: str, unread: bool) -> Check:
     if os.path.abspath(own) != root:
         text = f"valid, but vLLM would use root {own}, not the ROOT given here"
         return Check("settings", Status.NOTE, text, "leave ROOT out to examine that one")
-    return Check("settings", Status.OK, "valid: vLLM would take them")
+    return Check(
+        "settings", Status.OK,
+        "valid (block_tokens and staging_bytes depend on the model, too: vLLM's start checks those)",
+    )  # fmt: skip

@@ -128,6 +128,8 @@ def _show_rest(report: VerifyReport, console: Console) -> None:
             highlight=False,
         )
     damaged = report.verdicts["damaged"]
+    if report.limit and report.blocks >= report.limit:
+        console.print(f"[yellow]Only {report.limit:,} blocks were checked (--limit); there may be more.[/]")
     if report.interrupted:
         console.print("[yellow]Interrupted: the counts above are of the part that was checked.[/]")
     if report.delete and damaged:

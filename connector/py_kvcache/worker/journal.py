@@ -65,3 +65,8 @@ class Journal:
         if self.trace is not None and uses != self._uses:
             self._uses = uses
             self.trace.counter("slots", now * 1e6, **uses)
+
+    def rest(self) -> None:
+        """The worker is idle: who looks at the timeline now shall find all of it."""
+        if self.trace is not None:
+            self.trace.flush()

@@ -283,6 +283,7 @@ class Loop:
         if core.jobs or core.endings == self._audited:
             return
         self._audited = core.endings
+        core.journal.rest()
         wrong = core.audit()
         if wrong is not None:
             core.counters.leaks += 1

@@ -121,6 +121,9 @@ class Timeline(Protocol):
     def counter(self, name: str, ts_us: float, **values: float) -> None:
         """One sample of some curves."""
 
+    def flush(self) -> None:
+        """Write what is collected."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReactorSettings:
