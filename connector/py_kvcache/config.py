@@ -73,6 +73,12 @@ class Config(BaseModel):
     staging_bytes: int | None = Field(
         None, ge=1, description="staging memory per worker; default: (io_depth + copy_headroom) slots"
     )
+    memory_bytes: int = Field(
+        0, ge=0, description="memory per worker, beside staging, in which blocks stay for the next use"
+    )
+    memory_tier: Literal["none", "lru", "arc", "lirs"] = Field(
+        "lirs", description="which blocks stay in that memory"
+    )
     direct_io: Literal["auto", "on", "off"] = Field(
         "auto", description="O_DIRECT: auto tries it on the real folder"
     )

@@ -41,6 +41,12 @@ HIT_TOKENS = _counter("hit_tokens", "Prompt tokens loaded instead of computed, b
 MISSED_TOKENS = _counter("missed_tokens", "Prompt tokens that neither the engine nor the cache had.")
 LOAD_BYTES = _counter("load_bytes", "Bytes read from files and copied to the device.")
 LOAD_BLOCKS = _counter("load_blocks", "Storage blocks loaded.")
+LOADS_WITHOUT_READ = _counter(
+    "loads_without_read",
+    "Storage blocks loaded without a read of their own, by how (memory: kept from before; joined: one read "
+    "served several requests).",
+    "how",
+)
 LOAD_SECONDS = _counter("load_seconds", "Seconds from submission to completion, summed over load jobs.")
 STORE_BYTES = _counter("store_bytes", "Bytes copied from the device and published as files.")
 STORE_BLOCKS = _counter("store_blocks", "Storage blocks published.")
@@ -68,7 +74,8 @@ PROBE_ERRORS = _counter(
 STAGING_SLOTS = Metric(
     PREFIX + "staging_slots",
     Kind.GAUGE,
-    "Staging slots by use (free, load, store, stuck: given up but still owned by the kernel or a helper).",
+    "Staging slots by use (free, load, store, kept: by the memory tier, stuck: given up but still owned by "
+    "the kernel or a helper).",
     ("use",),
 )
 IO_IN_FLIGHT = Metric(PREFIX + "io_in_flight", Kind.GAUGE, "Reads and writes in flight.")

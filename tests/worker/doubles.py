@@ -229,6 +229,7 @@ class Rig:
         self.results: dict[int, JobResult] = {}
         self.timeout: float | None = None
         self.submitted: dict[int, Job] = {}
+        self.origin: dict[int, int] = {}  # whose files a job loads, if not its own
 
     def close(self) -> None:
         os.close(self.wake_fd)
@@ -254,6 +255,12 @@ class Rig:
         for n in range(count):
             self.world.files.setdefault(self.path(job_id, n), file_of((job_id, n), n))
         return self.job(job_id, Kind.LOAD, count, seconds)
+
+    def again(self, job_id: int, of: int, count: int, seconds: float = 30.0) -> Job:
+        """A load of another job's files, to other pages."""
+        self.origin[job_id] = of
+        blocks = tuple(BlockWork(self.path(of, n), key_of((of, n)), n, (job_id, n)) for n in range(count))
+        return self.hand_in(Job(job_id, Kind.LOAD, blocks, None, self.clock.now + seconds))
 
     def store(self, job_id: int, count: int, seconds: float = 60.0) -> Job:
         return self.job(job_id, Kind.STORE, count, seconds)
@@ -292,7 +299,7 @@ class Rig:
 
     def check_holdings(self) -> None:
         """What must hold after every pass."""
-        if self.staging.free + self.staging.used != self.staging.total:
+        if self.staging.free + self.staging.used + self.staging.kept != self.staging.total:
             self.world.wrong.append("slots do not add up")
         owned = {id(ask) for ask in self.world.owners.values()}
         if len(self.world.owners) > self.staging.used:
@@ -321,7 +328,7 @@ class Rig:
 
     def loaded(self, job_id: int, n: int) -> bool:
         """The device has this block's true bytes."""
-        return self.device.memory.get((job_id, n)) == payload_of((job_id, n))
+        return self.device.memory.get((job_id, n)) == payload_of((self.origin.get(job_id, job_id), n))
 
     def stored(self, job_id: int, n: int) -> bool:
         """A file with this block's true bytes has the final name."""

@@ -69,7 +69,7 @@ def test_the_timeline_has_every_operation_and_the_slots(rig):
     assert read[1].startswith("slot ")
     assert read[2] == pytest.approx(250_000)
     assert recorder.samples[0]["load"] + recorder.samples[0]["store"] >= 1
-    assert recorder.samples[-1] == {"free": 6, "load": 0, "store": 0, "stuck": 0}
+    assert recorder.samples[-1] == {"free": 6, "load": 0, "store": 0, "stuck": 0, "kept": 0}
     assert sorted((name, args["blocks"], args["done"]) for name, _, args in recorder.spans) == [
         ("load job", 1, 1), ("store job", 1, 1),
     ]  # fmt: skip

@@ -155,7 +155,7 @@ def test_a_cancelled_read_keeps_its_slot_until_the_kernel_lets_go(rig):
     r.run(3)
     assert r.faults(1) == {0: Fault.IO, 1: Fault.CANCELLED}
     assert second.cancelled
-    assert r.staging.by_use() == {"free": 3, "load": 0, "store": 0, "stuck": 1}
+    assert r.staging.by_use() == {"free": 3, "load": 0, "store": 0, "stuck": 1, "kept": 0}
     r.world.complete(second)
     r.run(3)
     r.assert_idle()

@@ -262,7 +262,7 @@ def test_the_gauges_say_what_is_under_way(rig):
     r.load(1, 20)
     r.run(10)
     snapshot = r.reactor.snapshot()
-    assert snapshot.slots == {"free": 4, "load": 2, "store": 0, "stuck": 0}
+    assert snapshot.slots == {"free": 4, "load": 2, "store": 0, "stuck": 0, "kept": 0}
     assert (snapshot.io_in_flight, snapshot.open_files) == (2, 5)
     assert snapshot.queued == {"load": 15, "store": 0}
     r.step(2.0)

@@ -35,7 +35,10 @@ FATES = {
 class ReactorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(slots=5, reserve=2, io_depth=3, lookahead=4, store_files=6, max_queued_stores=12)
+        self.rig = Rig(
+            slots=5 + 4, reserve=2, io_depth=3, lookahead=4, store_files=6, max_queued_stores=12,
+            memory_tier="lirs", tier_slots=4,
+        )  # fmt: skip
         self.hold_all()
         self.next_job = 0
         self.flushes: list[tuple[object, set[int]]] = []
@@ -68,6 +71,14 @@ class ReactorMachine(RuleBasedStateMachine):
                 rig.world.files[path][harm] ^= 8
             else:
                 rig.world.files[path] = file_of("another")
+
+    @precondition(lambda self: self.rig.submitted)
+    @rule(data=st.data(), count=st.integers(0, 7), seconds=st.sampled_from([0.5, 5.0, 50.0]))
+    def load_what_another_job_loads_or_stores(self, data: st.DataObject, count: int, seconds: float) -> None:
+        rig = self.rig
+        of = data.draw(st.sampled_from([job for job in rig.submitted if job not in rig.origin]))
+        rig.again(self.next_job, of, count, seconds)
+        self.next_job += 1
 
     @rule(count=st.integers(0, 7), seconds=st.sampled_from([0.5, 5.0, 50.0]))
     def store(self, count: int, seconds: float) -> None:
@@ -118,6 +129,7 @@ class ReactorMachine(RuleBasedStateMachine):
         rig = self.rig
         assert len(rig.world.held("openat")) <= 4
         assert rig.reactor.snapshot().queued["store"] <= 12
+        assert rig.staging.kept <= 4
         assert sum(1 for path in rig.world.fds.values() if path.endswith(".tmp")) <= 6
         assert sum(1 for path in rig.world.fds.values() if not path.endswith(".tmp")) <= 4 + 5 + len(
             rig.world.held("close")

@@ -15,11 +15,11 @@ from py_kvcache.worker.retention import Arc, Lru, Retention, make_retention
 KINDS = ("lru", "arc", "lirs")
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(4, "big")
+def key(number: int) -> str:
+    return f"{number:02d}"
 
 
-def use(policy: Retention, block: bytes) -> bool:
+def use(policy: Retention, block: str) -> bool:
     """One use, as the tier makes it. Returns whether it was a hit."""
     if policy.hit(block):
         return True
@@ -171,7 +171,7 @@ def test_whatever_comes_residents_are_those_admitted_and_not_given_up_and_memori
     kind: str, capacity: int, steps: list[tuple[str, int]]
 ) -> None:
     """Uses, drops, evictions with pinned blocks, and expectations, in any order."""
-    policy, resident = make_retention(kind, capacity), set[bytes]()
+    policy, resident = make_retention(kind, capacity), set[str]()
     for what, number in steps:
         block = key(number)
         if what == "u":
@@ -189,11 +189,11 @@ def test_whatever_comes_residents_are_those_admitted_and_not_given_up_and_memori
             policy.drop(block)
             resident.discard(block)
         elif what == "p":
-            pinned = {k for k in resident if k[-1] % 3 == number % 3}
+            pinned = {k for k in resident if int(k) % 3 == number % 3}
             victim = policy.evict(None, pinned)
             assert (victim is None) == (resident <= pinned)
             assert victim is None or victim in resident - pinned
-            resident.discard(victim or b"")
+            resident.discard(victim or "")
         elif what == "e":
             policy.expect({key(n): n - number for n in range(number, number + 5)})
         else:

@@ -55,7 +55,7 @@ def test_a_stuck_slot_counts_as_used_until_it_is_released():
     staging = pool()
     slot = staging.take(Use.LOAD)
     staging.mark_stuck(slot)
-    assert staging.by_use() == {"free": 4, "load": 0, "store": 0, "stuck": 1}
+    assert staging.by_use() == {"free": 4, "load": 0, "store": 0, "stuck": 1, "kept": 0}
     assert staging.check_idle() == "1 of 5 slots are in use, expected 0"
     assert staging.check_idle(1) is None
     staging.release(slot)

@@ -91,14 +91,15 @@ def test_a_store_that_hangs_before_its_write_gives_its_slot_back_when_dropped():
     assert step(S.CREATING, E.DROP) not in HOLDS_SLOT
 
 
-def test_no_event_takes_a_slot_but_the_read_and_the_copy_from_the_device():
+def test_no_event_takes_a_slot_but_the_read_the_copy_from_the_device_and_what_shares_one():
     takers = {
         (state, event)
         for state, row in TABLE.items()
         for event, after in row.items()
         if state not in HOLDS_SLOT and after in HOLDS_SLOT
     }
-    assert takers == {(L.OPENED, E.READ), (S.QUEUED, E.COPY)}
+    shared = {(L.QUEUED, E.HIT), (L.JOINED, E.HIT)}
+    assert takers == {(L.OPENED, E.READ), (S.QUEUED, E.COPY), *shared}
 
 
 def test_the_table_cannot_be_changed():

@@ -104,6 +104,7 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
         io_depth=config.io_depth,
         copy_headroom=config.copy_headroom,
         staging_bytes=config.staging_bytes,
+        memory_bytes=0 if config.memory_tier == "none" else config.memory_bytes,
     )
     for warning in plan.warnings:
         log.warning("py-kvcache: %s", warning)
@@ -142,12 +143,15 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
             direct=direct,
             read_bytes_per_s=config.read_bytes_per_s,
             store_bytes_per_s=config.store_bytes_per_s,
+            memory_tier=config.memory_tier,
+            tier_slots=plan.tier_slots,
         ),
         trace=trace,
     )
     log.info(
-        "py-kvcache: %d slots of %.1f MiB (%.0f MiB), %s, %s, blocks of %d tokens in %s",
-        plan.slots, slot_bytes / (1 << 20), plan.slots * slot_bytes / (1 << 20), ring.name,
+        "py-kvcache: %d slots of %.1f MiB (%.0f MiB), %d of them for blocks that stay, %s, %s, blocks of %d "
+        "tokens in %s",
+        plan.slots, slot_bytes / (1 << 20), plan.slots * slot_bytes / (1 << 20), plan.tier_slots, ring.name,
         "O_DIRECT" if direct else "buffered", config.block_tokens, root,
     )  # fmt: skip
     return Parts(reactor, device, publisher, checksum, waker, wake_fd, trace, fallbacks)

@@ -18,6 +18,7 @@ from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.jobs import FIRST_STATE, JobResult, Kind, Running, Transfer
 from py_kvcache.worker.journal import Journal
+from py_kvcache.worker.tier import Tier
 from py_kvcache.worker.transfer import (
     COPYING,
     HOLDS_FD,
@@ -64,6 +65,7 @@ class Core:
         on_finished: Callable[[int], None],
     ) -> None:
         self.ring, self.staging, self.checksum, self.publisher = ring, staging, checksum, publisher
+        self.tier = Tier(staging, settings.memory_tier, settings.tier_slots)
         self.settings, self.journal, self.set_flags = settings, Journal(trace), set_flags
         self.counters = Counters()
         self.now = 0.0

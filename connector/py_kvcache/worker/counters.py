@@ -55,6 +55,9 @@ class Counters:
     loaded_bytes: int = 0  # payload
     stored_blocks: int = 0
     stored_bytes: int = 0  # payload, of blocks published by us
+    without_read: dict[str, int] = field(
+        default_factory=dict
+    )  # loads whose file nobody read for them, by how
     existed: int = 0  # stores that found another writer's file, before or at the end
     failures: dict[tuple[str, str, str, str], int] = field(default_factory=dict)  # kind, stage, fault, errno
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)  # kind, reason: not tried on purpose
@@ -84,6 +87,10 @@ class Counters:
         key = (kind, reason)
         self.dropped[key] = self.dropped.get(key, 0) + blocks
 
+    def spare(self, how: str) -> None:
+        """Count one block that another's read served: an earlier one (memory) or one under way (joined)."""
+        self.without_read[how] = self.without_read.get(how, 0) + 1
+
     def finish(self, kind: str, seconds: float) -> None:
         """Count one finished job."""
         self.jobs[kind] = self.jobs.get(kind, 0) + 1
@@ -101,4 +108,5 @@ class Counters:
             job_seconds=self.job_seconds.copy(),
             failures=self.failures.copy(),
             dropped=self.dropped.copy(),
+            without_read=self.without_read.copy(),
         )

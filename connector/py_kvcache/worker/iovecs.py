@@ -25,10 +25,11 @@ class Pinned(NamedTuple):
 class IovecCache:
     """Maps (address, bytes) to its Iovec. An entry holds its memory, so an address cannot change hands.
 
-    ``limit`` bounds the entries: slots times the lengths in use (whole reads, rests of short ones).
+    ``limit`` bounds the entries: slots, those of the memory tier too, times the lengths in use (whole reads,
+    rests of short ones).
     """
 
-    def __init__(self, make: Callable[[list[memoryview]], Any], limit: int = 1024) -> None:
+    def __init__(self, make: Callable[[list[memoryview]], Any], limit: int = 1 << 16) -> None:
         self._make = make
         self._limit = limit
         self._entries: dict[tuple[int, int], Pinned] = {}

@@ -38,7 +38,7 @@ class Lirs:
         return self._steady + len(self._passing)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._passing or self._recent.get(key, False)  # type: ignore[call-overload]
+        return isinstance(key, str) and (key in self._passing or self._recent.get(key, False))
 
     @property
     def remembered(self) -> int:

@@ -20,6 +20,7 @@ from py_kvcache.worker.checksum import verify_block
 from py_kvcache.worker.core import MAX_RETRIES, RAN_SHORT
 from py_kvcache.worker.jobs import Running, Transfer
 from py_kvcache.worker.parts import SlotCopy, is_pending
+from py_kvcache.worker.sharing import Sharing
 from py_kvcache.worker.staging import Use
 from py_kvcache.worker.transfer import Event, LoadState, StoreState
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from py_kvcache.digest import BlockSums
     from py_kvcache.worker.core import Core
     from py_kvcache.worker.parts import Copier, DeviceEvent
+    from py_kvcache.worker.staging import Slot
 
 log = logging.getLogger("vllm.py_kvcache.worker.loads")
 
@@ -36,6 +38,9 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # How long an open that found no descriptor waits for others to be closed, doubled at each try: 0.6 s in all.
 SHORT_WAIT_S = 0.0025
+
+# How many blocks that need no read of their own may be at hand: a pass must not begin any number.
+_MOST_NEAR = 128
 
 _STORING = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
 
@@ -50,6 +55,9 @@ class Loads:
         self._opened: list[tuple[int, Transfer]] = []  # heap by serial; may hold blocks given up since
         self._short: list[tuple[float, Transfer]] = []  # when to open again; given-up ones included
         self._ready: list[Transfer] = []
+        self._orphans: deque[Transfer] = deque()  # whose joined read came to nothing; given-up ones included
+        self._sharing = Sharing(core, self._serve, self._orphans.append)
+        self._copied_now: set[int] = set()  # slots: the device has room for one copy of each
         self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
         self._budget = RateBudget(core.settings.read_bytes_per_s)
 
@@ -61,9 +69,11 @@ class Loads:
 
     def schedule(self) -> None:
         """Begin all that may begin. The order is: what holds slots first, so that slots come back soonest."""
+        self._sharing.follow()
         self._copy_ready()
         self._start_reads()
         self._start_opens()
+        self._copy_ready()  # what was found in memory just now; nobody would wake the next pass for it
 
     @property
     def copying(self) -> bool:
@@ -89,23 +99,36 @@ class Loads:
         if self._short:
             return  # to open more files would keep these waiting
         ahead = census[LoadState.OPENING] + census[LoadState.OPENED] + census[LoadState.OPENING_LOST]
-        while jobs and ahead < self._settings.open_lookahead:
+        while self._orphans and ahead < self._settings.open_lookahead:
+            t = self._orphans.popleft()
+            if t.state is LoadState.QUEUED:
+                self._begin_open(t)
+                ahead += 1
+        while jobs and self._sharing.near < _MOST_NEAR:
             run = jobs[0]
             if run.begun >= run.limit:
                 jobs.popleft()
                 continue
+            full = ahead >= self._settings.open_lookahead
+            if full and not self._sharing.knows(run.job.blocks[run.begun].path):
+                return
             t = core.begin(run)
-            core.move(t, Event.OPEN)
-            self._open(t)
-            ahead += 1
+            if not self._sharing.is_there(t):
+                self._begin_open(t)
+                ahead += 1
+
+    def _serve(self, t: Transfer, slot: Slot) -> None:
+        """Its bytes are in a slot already, which it shares."""
+        t.slot = slot
+        self._core.move(t, Event.HIT)
+        self._ready.append(t)
 
     def _open_the_short(self) -> None:
         now, waiting = self._core.now, self._short
         self._short = [(when, t) for when, t in waiting if t.state is LoadState.QUEUED and when > now]
         for when, t in waiting:
             if t.state is LoadState.QUEUED and when <= now:
-                self._core.move(t, Event.OPEN)
-                self._open(t)
+                self._begin_open(t)
 
     def _ran_short(self, t: Transfer, code: int) -> None:
         core = self._core
@@ -117,6 +140,10 @@ class Loads:
         core.counters.retries += 1
         core.move(t, Event.WAIT)
         self._short.append((core.now + SHORT_WAIT_S * 2 ** (t.retries - 1), t))
+
+    def _begin_open(self, t: Transfer) -> None:
+        self._core.move(t, Event.OPEN)
+        self._open(t)
 
     def _open(self, t: Transfer) -> None:
         flags = _OPEN_FLAGS | os.O_DIRECT if t.direct else _OPEN_FLAGS
@@ -230,15 +257,25 @@ class Loads:
         self._ready.append(t)
 
     def _copy_ready(self) -> None:
-        core = self._core
-        batch = [t for t in self._ready if t.state is LoadState.READY]
-        self._ready = []
+        core, busy = self._core, self._copied_now
+        batch, later = [], []
+        for t in self._ready:
+            if t.state is not LoadState.READY or t.slot is None:
+                continue
+            if t.slot.index in busy:
+                later.append(t)
+            else:
+                busy.add(t.slot.index)
+                batch.append(t)
+        self._ready = later
         if not batch:
             return
+        slots = {t.slot.index for t in batch if t.slot is not None}
         copies = [SlotCopy(t.slot.buffer, t.work.pages, t.run.job.after) for t in batch if t.slot is not None]
         try:
             event = self._device.load(copies)
         except Exception as error:  # noqa: BLE001 - a driver raises what it likes; it costs these blocks only
+            self._copied_now -= slots
             for t in batch:
                 self._device_failed(t, error)
             return
@@ -263,6 +300,7 @@ class Loads:
                 broken: Exception | None = None
             except Exception as error:  # noqa: BLE001 - see _copy_ready
                 broken = error
+            self._copied_now -= {t.slot.index for t in batch if t.slot is not None}
             for number, t in enumerate(batch):
                 self._copied(t, broken, None if broken else event.sums(number))
         self._copies = left
@@ -286,6 +324,8 @@ class Loads:
                 # Nobody reads these pages: the job reports the block, and vLLM computes it.
                 self._fail(t, "verify", fault, 0, detail)
                 return
+        assert t.slot is not None
+        core.tier.offer(t.work.path, t.slot)
         core.move(t, Event.COPIED)
         core.counters.loaded_blocks += 1
         core.counters.loaded_bytes += size
@@ -300,6 +340,7 @@ class Loads:
     def _fail(self, t: Transfer, stage: str, fault: Fault, code: int, detail: str = "") -> None:
         core, path = self._core, t.work.path
         if fault in PROOF_OF_DAMAGE:
+            core.tier.drop(path)
             core.publisher.quarantine(path, t.work.key, self._settings.payload_bytes)
         core.fail(t, stage, BlockError(fault, path, code, detail))
         self._cut(t)

@@ -138,6 +138,7 @@ class ReactorSettings:
         max_queued_stores: store blocks waiting; more are dropped with QUEUE_FULL.
         direct: open with O_DIRECT.
         read_bytes_per_s, store_bytes_per_s: 0 for no limit.
+        memory_tier, tier_slots: policy and size of the memory tier; no slots, no tier.
     """
 
     payload_bytes: int
@@ -149,3 +150,5 @@ class ReactorSettings:
     direct: bool = True
     read_bytes_per_s: float = 0
     store_bytes_per_s: float = 0
+    memory_tier: str = "lirs"
+    tier_slots: int = 0

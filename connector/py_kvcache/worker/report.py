@@ -22,6 +22,8 @@ def totals(counters: Counters) -> dict[tuple[str, metrics.Labels], float]:
         (metrics.SLOT_LEAKS.name, ()): counters.leaks,
         (metrics.SYSCALL_RETRIES.name, ()): counters.retries,
     }
+    for how, count in counters.without_read.items():
+        out[metrics.LOADS_WITHOUT_READ.name, (how,)] = count
     failed = {"load": metrics.LOAD_FAILURES.name, "store": metrics.STORE_FAILURES.name}
     for (kind, _stage, fault, code), count in counters.failures.items():
         key: tuple[str, metrics.Labels] = (failed[kind], (fault, code))

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
-Key = bytes
+Key = str  # the path of a block's file, say
 _NOTHING: frozenset[Key] = frozenset()
 
 

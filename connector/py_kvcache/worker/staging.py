@@ -22,6 +22,7 @@ class Use(IntEnum):
     LOAD = 1
     STORE = 2
     STUCK = 3  # its block was given up, but kernel or helper still owns the bytes
+    KEPT = 4  # nobody has it, but its block is worth having: the memory tier's
 
 
 @dataclass(slots=True, eq=False)
@@ -32,17 +33,20 @@ class Slot:
     offset: int
     buffer: memoryview = field(repr=False)
     use: Use = Use.FREE
+    holders: int = 0  # blocks under way that have it; more than one only read it
+    kept: bool = False  # by the memory tier, whoever else has it
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
     """What the settings come to on this model; ``warnings`` are sentences for the log."""
 
-    slots: int
+    slots: int  # those of the memory tier included
     io_depth: int
     copy_headroom: int
     reserve_for_loads: int
     slot_bytes: int
+    tier_slots: int = 0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -52,13 +56,19 @@ class SlotPlan:
 
 
 def plan_slots(
-    slot_bytes: int, *, io_depth: int, copy_headroom: int, staging_bytes: int | None = None
+    slot_bytes: int,
+    *,
+    io_depth: int,
+    copy_headroom: int,
+    staging_bytes: int | None = None,
+    memory_bytes: int = 0,
 ) -> SlotPlan:
     """Count slots. Default: what the I/O depth and the copies need; a number of bytes is divided instead.
 
     Args:
         slot_bytes: size of one block file, footer included.
         staging_bytes: memory to use, rounded down to whole slots; None for the default.
+        memory_bytes: memory for blocks that stay, beside that; rounded down, too.
     Raises:
         ConfigError: fewer than three slots.
     """
@@ -85,7 +95,12 @@ def plan_slots(
         )
     # What stores leave alone: enough to begin reads at once however many writes hang, and no more, since
     # without loads stores should have the whole depth.
-    return SlotPlan(slots, depth, slots - depth, slots - depth, slot_bytes, tuple(warnings))
+    tier = memory_bytes // slot_bytes
+    if memory_bytes and not tier:
+        warnings.append(
+            f"memory_bytes {memory_bytes} holds no slot of {slot_bytes} bytes: nothing stays in memory"
+        )
+    return SlotPlan(slots + tier, depth, slots - depth, slots - depth, slot_bytes, tier, tuple(warnings))
 
 
 class StagingPool:
@@ -110,7 +125,7 @@ class StagingPool:
             Slot(i, i * slot_bytes, memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(total)
         ]
         self._free = self._slots[::-1]  # a stack: the slot used last is the one still in the CPU's caches
-        self._counts = [total, 0, 0, 0]
+        self._counts = [total, 0, 0, 0, 0]
         self.total = total
         self.reserve_for_loads = reserve_for_loads
 
@@ -124,6 +139,11 @@ class StagingPool:
         """Slots that somebody has, stuck ones included."""
         return self._counts[Use.LOAD] + self._counts[Use.STORE] + self._counts[Use.STUCK]
 
+    @property
+    def kept(self) -> int:
+        """Slots that nobody has but the memory tier."""
+        return self._counts[Use.KEPT]
+
     def by_use(self) -> dict[str, int]:
         """Number of slots by use, for the gauge."""
         return {use.name.lower(): self._counts[use] for use in Use}
@@ -134,8 +154,31 @@ class StagingPool:
         if len(self._free) <= keep:
             return None
         slot = self._free.pop()
+        slot.holders = 1
         self._set(slot, use)
         return slot
+
+    def share(self, slot: Slot) -> None:
+        """One more block reads what a slot holds: one that is kept, or that somebody has filled."""
+        if slot.use not in (Use.KEPT, Use.LOAD, Use.STORE):
+            raise RuntimeError(f"slot {slot.index} is {slot.use.name} and cannot be shared")
+        slot.holders += 1
+        if slot.use is Use.KEPT:
+            self._set(slot, Use.LOAD)
+
+    def keep(self, slot: Slot) -> None:
+        """The tier has it, too, from now on."""
+        self._check_held(slot)
+        slot.kept = True
+
+    def let_go(self, slot: Slot) -> None:
+        """The tier does not want it any more."""
+        if not slot.kept:
+            raise RuntimeError(f"slot {slot.index} is not kept")
+        slot.kept = False
+        if not slot.holders:
+            self._set(slot, Use.FREE)
+            self._free.append(slot)
 
     def mark_stuck(self, slot: Slot) -> None:
         """The block is given up, the bytes are not ours yet: still used, told apart in the gauge."""
@@ -145,22 +188,29 @@ class StagingPool:
     def release(self, slot: Slot) -> None:
         """Give a slot back. Raises RuntimeError if nobody has it: two owners mean wrong text."""
         self._check_held(slot)
-        self._set(slot, Use.FREE)
-        self._free.append(slot)
+        slot.holders -= 1
+        if slot.holders:
+            return
+        if slot.kept:
+            self._set(slot, Use.KEPT)
+        else:
+            self._set(slot, Use.FREE)
+            self._free.append(slot)
 
     def check_idle(self, expected_used: int = 0) -> str | None:
         """None if all is well when nothing is going on, else what is wrong, in words."""
         states = [0] * len(Use)
         for slot in self._slots:
             states[slot.use] += 1
-        if states != self._counts or len(self._free) != self.free or self.free + self.used != self.total:
+        added_up = self.free + self.used + self.kept
+        if states != self._counts or len(self._free) != self.free or added_up != self.total:
             return f"slot counts disagree: {self.by_use()} counted, {states} found, {len(self._free)} listed"
         if self.used != expected_used:
             return f"{self.used} of {self.total} slots are in use, expected {expected_used}"
         return None
 
     def _check_held(self, slot: Slot) -> None:
-        if slot.use is Use.FREE:
+        if not slot.holders:
             raise RuntimeError(f"slot {slot.index} is already free")
 
     def _set(self, slot: Slot, use: Use) -> None:

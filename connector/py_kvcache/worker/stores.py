@@ -165,6 +165,7 @@ class Stores:
         if answer.error is not None:
             self._fail(t, "create", answer.error)
         elif answer.exists:
+            self._offer(t)
             core.move(t, Event.EXISTS)
             core.counters.existed += 1
             core.succeed(t)
@@ -208,7 +209,8 @@ class Stores:
         if t.refused:
             core.proved_buffered(t)
         fd, temp = core.gave_file(t)
-        core.move(t, Event.WRITTEN)  # the slot is free from here on
+        self._offer(t)
+        core.move(t, Event.WRITTEN)  # the slot is free from here on, or the tier's
         core.publisher.commit(core.expect(t), fd, temp, t.work.path, t.work.index)
 
     def published(self, t: Transfer, answer: PublishResult) -> None:
@@ -225,6 +227,10 @@ class Stores:
             core.counters.stored_blocks += 1
             core.counters.stored_bytes += self._settings.payload_bytes
         core.succeed(t)
+
+    def _offer(self, t: Transfer) -> None:
+        assert t.slot is not None
+        self._core.tier.offer(t.work.path, t.slot)
 
     # ---- failure
 

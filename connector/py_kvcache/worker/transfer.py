@@ -28,6 +28,7 @@ class LoadState(IntEnum):
     OPENING_LOST = 9
     READING_LOST = 10
     VERIFYING_LOST = 11
+    JOINED = 24  # another block's read brings the same file
 
 
 class StoreState(IntEnum):
@@ -66,7 +67,9 @@ class Event(IntEnum):
     FAIL = 13
     DROP = 14  # the job gives the block up
     RELEASED = 15  # whoever had a lost block's slot or descriptor let go
-    WAIT = 16  # no descriptor to be had: the open comes again later
+    WAIT = 16  # no descriptor to be had, or nobody reads the file any more: the open comes later
+    HIT = 17  # all bytes are in a slot already, which is shared
+    JOIN = 18  # somebody reads the same file just now
 
 
 State = LoadState | StoreState
@@ -74,7 +77,8 @@ _L, _S, _E = LoadState, StoreState, Event
 
 LOAD: Final[Mapping[State, Mapping[Event, State]]] = MappingProxyType(
     {
-        _L.QUEUED: {_E.OPEN: _L.OPENING, _E.DROP: _L.FAILED},
+        _L.QUEUED: {_E.OPEN: _L.OPENING, _E.HIT: _L.READY, _E.JOIN: _L.JOINED, _E.DROP: _L.FAILED},
+        _L.JOINED: {_E.HIT: _L.READY, _E.WAIT: _L.QUEUED, _E.DROP: _L.FAILED},
         _L.OPENING: {
             _E.OPENED: _L.OPENED, _E.AGAIN: _L.OPENING, _E.WAIT: _L.QUEUED, _E.FAIL: _L.FAILED,
             _E.DROP: _L.OPENING_LOST,
