@@ -32,6 +32,7 @@ def test_labels_are_bounded_words_and_never_vllms_own():
             "use",
             "direction",
             "mode",
+            "how",
         }
         assert not {"model_name", "engine"} & set(metric.labels)
 

@@ -33,7 +33,7 @@ from py_kvcache.tools.terminal import (
 _TOOLS = {
     "doctor": "tools.doctor", "inspect": "tools.inspection", "verify": "tools.verify_report",
     "bench io": "bench.io", "bench metadata": "bench.metadata", "bench serve": "bench.serve",
-    "bench timeline": "bench.timeline",
+    "bench timeline": "bench.timeline", "bench policy": "bench.policy",
 }  # fmt: skip
 # typer names no base of its usage errors, and has them from click or from a copy of it
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -203,3 +203,27 @@ def bench_timeline(
     with failures(tool.SCHEMA, as_json):
         report = tool.run(trace, burst=burst, picture=picture)
         answer(lambda: json.dumps(report, indent=2), as_json, lambda out: timeline_view.show(report, out))
+
+
+@bench.command(
+    "policy",
+    epilog="Examples:\n\n`py-kvcache bench policy`\n\n"
+    "`py-kvcache bench policy --capacity 365 --picture policy.png`\n\n"
+    "`py-kvcache bench policy --json | jq .mean_read_share`",
+)
+def bench_policy(
+    capacity: Annotated[int, typer.Option(min=20, help="Blocks that the memory holds.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the traces that are drawn by chance.")] = 1,
+    picture: Annotated[str | None, typer.Option(metavar="FILE", help="PNG to draw.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay made-up traces with each policy of the memory tier (memory_tier) and the best possible one.
+
+    No volume and no engine is needed: what is told is the share of the used blocks that would have been read.
+    """
+    from py_kvcache.bench import policy as tool
+
+    with failures(tool.SCHEMA, as_json):
+        with steps() as on_progress:
+            report = tool.run(capacity=capacity, seed=seed, picture=picture, on_progress=on_progress)
+        answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))

@@ -173,6 +173,8 @@ class Driver:
             "leaks": counters.leaks,
             "open_files": counters.open_files,
             "loaded_blocks": counters.loaded_blocks,
+            "reads": counters.reads.count,
+            "without_read": counters.without_read,
             "loaded_bytes": counters.loaded_bytes,
             "stored_blocks": counters.stored_blocks,
             "existed": counters.existed,

@@ -170,7 +170,7 @@ def test_help_of_bench_serve_says_which_systems_run_by_themselves() -> None:
         ["doctor"],
         ["inspect"],
         ["verify"],
-        *(["bench", name] for name in ("io", "metadata", "serve", "timeline")),
+        *(["bench", name] for name in ("io", "metadata", "serve", "timeline", "policy")),
     ],
 )  # fmt: skip
 def test_help_has_examples_and_exit_codes(command: list[str]) -> None:

@@ -248,13 +248,14 @@ def test_what_waits_goes_last_and_of_it_what_is_wanted_last() -> None:
     for number in range(4):
         policy.admit(key(number))
     policy.expect({key(0): 2, key(1): 0, key(3): 1})
-    assert policy.evict(key(9)) == key(2), "nobody waits for it"
-    assert policy.evict(key(9)) == key(9), "nor for the one that comes"
-    assert policy.evict() == key(0)
-    policy.expect({key(1): 0, key(3): 1, key(9): 5})
-    assert policy.evict(key(9)) == key(9)
-    policy.expect({key(1): 7, key(3): 1, key(9): 5})
+    assert policy.evict(key(9)) == key(9), "nobody waits for it, and it is new"
+    policy.expect({key(0): 2, key(1): 0, key(2): 3, key(3): 1, key(9): 5})
+    assert policy.evict(key(9)) == key(9), "the last of those that somebody waits for"
+    policy.expect({key(0): 2, key(1): 7, key(2): 3, key(3): 1, key(9): 5})
     assert policy.evict(key(9)) == key(1)
+    policy.expect({key(0): 2, key(3): 1})
+    assert policy.evict() == key(2)
+    assert policy.evict() == key(0)
 
 
 def test_with_the_queue_in_sight_a_round_robin_reads_what_nobody_can_avoid() -> None:

@@ -14,7 +14,6 @@ from py_kvcache.worker.retention import Key
 
 _PASSING_SHARE = 32  # one in so many
 _NOTHING: frozenset[Key] = frozenset()
-_NEVER = 1 << 62
 
 
 class Lirs:
@@ -76,18 +75,16 @@ class Lirs:
         """See Retention.evict."""
         waiting = self._waiting
         latest: Key | None = None
-        for key in self._candidates():
+        for key in self._candidates(coming):
             if key in pinned:
                 continue
             if key not in waiting:
-                return self._give_up(key)
+                return coming if key == coming else self._give_up(key)
             if latest is None or waiting[key] > waiting[latest]:
                 latest = key
         if latest is None:
             return None
-        if coming is not None and waiting.get(coming, _NEVER) > waiting[latest]:
-            return coming
-        return self._give_up(latest)
+        return coming if latest == coming else self._give_up(latest)
 
     def drop(self, key: Key) -> None:
         """See Retention.drop."""
@@ -100,9 +97,11 @@ class Lirs:
         """See Retention.expect. The mapping is looked at until the next call."""
         self._waiting = waiting
 
-    def _candidates(self) -> Iterator[Key]:
-        """Residents, least valuable first."""
+    def _candidates(self, coming: Key | None) -> Iterator[Key]:
+        """Residents, least valuable first; a block that would only pass through is between the two kinds."""
         yield from self._passing
+        if coming is not None and coming not in self._recent and self._steady >= self._most_steady:
+            yield coming
         yield from (key for key, steady in self._recent.items() if steady)
 
     def _give_up(self, key: Key) -> Key:
