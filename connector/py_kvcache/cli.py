@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 
 from py_kvcache import __version__
 from py_kvcache.cli_bench import bench
-from py_kvcache.cli_options import CONTEXT, Json, not_empty
+from py_kvcache.cli_options import CONTEXT, Json, SourceName, not_empty
+from py_kvcache.scheduler.policy import Mode
 from py_kvcache.tools.terminal import (
     EXIT_CODES,
     GOOD,
@@ -33,7 +34,7 @@ from py_kvcache.tools.terminal import (
 _TOOLS = {
     "doctor": "tools.doctor", "inspect": "tools.inspection", "verify": "tools.verify_report",
     "bench io": "bench.io", "bench metadata": "bench.metadata", "bench serve": "bench.serve",
-    "bench timeline": "bench.timeline", "bench policy": "bench.policy",
+    "bench timeline": "bench.timeline", "bench policy": "bench.policy", "explain": "tools.explain",
 }  # fmt: skip
 # typer names no base of its usage errors, and has them from click or from a copy of it
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -208,6 +209,46 @@ def verify(
             )
         answer(lambda: tool.as_json(report), as_json, lambda console: verify_view.show(report, console))
     raise typer.Exit(interrupt_code() if report.interrupted else GOOD if report.is_good else PROBLEM)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`py-kvcache explain --prompt 40000 --hit 39936 --token-bytes 114688 --rate 7e9 "
+    "--prefill 0=0,10000=0.13,40000=0.81`"
+    "\n\n`py-kvcache explain --gate static --thresholds thresholds.json --prompt 8000 --hit 6400 --json`"
+)
+def explain(
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")],
+    hit: Annotated[int, typer.Option(min=0, help="Tokens of its prefix that GPU and cache have.")],
+    gpu: Annotated[int, typer.Option(min=0, help="Tokens of it that the GPU has already.")] = 0,
+    gate: Annotated[Mode, typer.Option(help="Which gate.")] = Mode.ADAPTIVE,
+    source: Annotated[SourceName, typer.Option(help="Where the hit lies.")] = SourceName.DISK,
+    token_bytes: Annotated[int, typer.Option(min=0, help="KV bytes of a token, per rank.")] = 0,
+    rate: Annotated[float, typer.Option(min=0.0, help="Bytes a second from there; 0 = unknown.")] = 0.0,
+    queued: Annotated[int, typer.Option(min=0, help="Bytes that are to be loaded before.")] = 0,
+    latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a load beside its bytes.")] = 0.0,
+    prefill: Annotated[
+        str, typer.Option(metavar="N=S,...", help="Seconds to compute N tokens; else from --thresholds.")
+    ] = "",
+    thresholds: Annotated[
+        str, typer.Option(metavar="FILE", help="thresholds.json, or a folder of them.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Tell whether a hit is worth loading, what it costs and saves, and from which rate or length on it pays.
+
+    The connector has no gate yet and loads every hit; this is the decision that it will take.
+    """
+    from py_kvcache.tools import explain as tool
+    from py_kvcache.tools import explain_view
+
+    with failures(tool.SCHEMA, as_json):
+        points = tool.parse_points(prefill) if prefill else ()
+        question = tool.Question(
+            gate, prompt, hit, gpu, token_bytes, rate, queued, latency, source.value, points, thresholds
+        )
+        report = tool.explain(question)
+        answer(lambda: tool.as_json(report), as_json, lambda console: explain_view.show(report, console))
 
 
 app.add_typer(bench, name="bench")

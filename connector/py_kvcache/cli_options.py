@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Final
 
 import typer
@@ -19,3 +20,10 @@ def not_empty(value: str) -> str:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with a `schema` instead of text.")]
+
+
+class SourceName(Enum):
+    """Where a hit may lie."""
+
+    DISK = "disk"
+    MEMORY = "memory"

@@ -1,0 +1,44 @@
+"""A gate's decision in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from py_kvcache.tools.show import human_bytes
+
+_WHY = {
+    "gate_off": "the gate is off: every hit is loaded",
+    "no_thresholds": "there are no thresholds for this source: every hit is loaded",
+    "above_threshold": "the hit is not shorter than the threshold",
+    "below_threshold": "the hit is shorter than the threshold",
+    "faster": "loading takes less than computing",
+    "slower": "loading takes as long as computing, or longer",
+    "unknown": "the rate or the time to compute is not known (--rate, --prefill or --thresholds)",
+}
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """The verdict first, then the numbers."""
+    verdict = "[green]load[/]" if report["load"] else "[yellow]compute[/]"
+    console.print(f"{verdict}: {_WHY[report['reason']]}", highlight=False)
+    lines = []
+    if report["load_s"] is not None:
+        lines.append(f"loading {human_bytes(report['inputs']['load_bytes'])} takes {report['load_s']:.3f} s")
+    if report["saved_s"] is not None:
+        lines.append(f"computing the same tokens takes {report['saved_s']:.3f} s")
+    if report["threshold_tokens"] is not None:
+        lines.append(f"the threshold at this prompt length is {report['threshold_tokens']:,} tokens")
+    if report["least_bytes_per_s"] is not None:
+        lines.append(f"loading pays from {human_bytes(int(report['least_bytes_per_s']))}/s on")
+    least = report["least_hit_tokens"]
+    if least is not None:
+        lines.append(f"the shortest prefix of this prompt worth loading has {least:,} tokens")
+    elif report["gate"] != "off":
+        lines.append("no prefix of this prompt is worth loading")
+    for line in lines:
+        console.print(f"  {line}", highlight=False)
+    if report["beyond_the_curve"]:
+        console.print("  [yellow]the hit is longer than what was measured: a straight line goes on there[/]")

@@ -1,0 +1,84 @@
+"""explain tells what the gate would decide, and from where on it would decide otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from py_kvcache.cli import app
+from py_kvcache.models import THRESHOLDS_SCHEMA
+
+PREFILL = "0=0,10000=0.13,40000=0.81"
+
+
+def explain(*more: str) -> Any:
+    return CliRunner().invoke(app, ["explain", *more], env={"COLUMNS": "160"})
+
+
+def told(*more: str) -> dict[str, Any]:
+    done = explain(*more, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+BASE = ("--prompt", "40000", "--hit", "40000", "--token-bytes", "114688", "--prefill", PREFILL)
+
+
+def test_at_the_least_rate_that_it_names_the_decision_turns():
+    least = told(*BASE, "--rate", "1e9")["least_bytes_per_s"]
+    assert least == pytest.approx(40_000 * 114_688 / 0.81)
+    assert not told(*BASE, "--rate", str(least * 0.99))["load"]
+    assert told(*BASE, "--rate", str(least * 1.01))["load"]
+
+
+def test_from_the_shortest_hit_that_it_names_on_hits_are_loaded():
+    least = told(*BASE, "--rate", "7e9")["least_hit_tokens"]
+    assert 10_000 < least < 40_000
+    for hit, loads in ((least - 64, False), (least, True)):
+        more = [part if part != "40000" else str(hit) for part in BASE[2:4]]
+        assert told(*BASE[:2], *more, *BASE[4:], "--rate", "7e9")["load"] is loads
+
+
+def test_what_is_not_known_is_said_so():
+    found = told("--prompt", "10", "--hit", "5")
+    assert (found["load"], found["reason"], found["least_hit_tokens"]) == (False, "unknown", None)
+    assert "--rate, --prefill or --thresholds" in explain("--prompt", "10", "--hit", "5").stdout
+
+
+def test_thresholds_come_from_a_file_or_this_nodes_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    content = {
+        "schema": THRESHOLDS_SCHEMA, "engine": "0" * 16, "thresholds": {"disk": [[8000, 6400]]},
+        "prefill": [[0, 0], [10_000, 0.13]],
+    }  # fmt: skip
+    (tmp_path / "n1").write_text(json.dumps(content))
+    monkeypatch.setenv("NODE_NAME", "n1")
+    for path in (tmp_path, tmp_path / "n1"):
+        asked = ("--gate", "static", "--thresholds", str(path), "--prompt", "8000")
+        assert told(*asked, "--hit", "6400")["reason"] == "above_threshold"
+        assert told(*asked, "--hit", "6399")["threshold_tokens"] == 6400
+    found = told("--prompt", "20000", "--hit", "20000", "--rate", "1e9", "--thresholds", str(tmp_path / "n1"))
+    assert found["beyond_the_curve"] and found["saved_s"] > 0.13
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (("--prompt", "10", "--hit", "11"), "--gpu <= --hit <= --prompt"),
+        (("--prompt", "10", "--hit", "5", "--gpu", "6"), "--gpu <= --hit <= --prompt"),
+        (("--prompt", "10", "--hit", "5", "--prefill", "1024"), "no points such as"),
+        (("--prompt", "10", "--hit", "5", "--prefill", "1=1"), "two points"),
+        (("--prompt", "10", "--hit", "5", "--thresholds", "/none/t.json"), "/none/t.json"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(more: tuple[str, ...], part: str):
+    done = explain(*more)
+    assert done.exit_code != 0
+    assert part in " ".join(done.stderr.split())
+    assert "Traceback" not in done.output
