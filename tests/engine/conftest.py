@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 HERE = Path(__file__).parent
+
+# Two engines at a time on two cores (`make test`): OpenMP's idle threads spin, and take the cores of the other.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
