@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 HERE = Path(__file__).parent
 
-# Two engines at a time on two cores (`make test`): OpenMP's idle threads spin, and take the cores of the other.
+# Two engines at a time on two cores (`make test`): OpenMP's idle threads spin, and take the other's core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 
