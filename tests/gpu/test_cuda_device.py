@@ -128,7 +128,7 @@ def test_more_than_can_be_pinned_is_one_error_with_the_remedy_and_torch_goes_on(
 ):
     rig = make([64, 64])
     monkeypatch.setattr(cuda, "host_memory", lambda nbytes: rig.memory)  # pinned already: CUDA refuses
-    with pytest.raises(KvCacheError, match=r"cannot be pinned: cuMemHostRegister.+; set staging_bytes"):
+    with pytest.raises(KvCacheError, match=r"cannot be pinned: cuMemHostRegister.+; set memory_bytes"):
         rig.device.allocate(len(rig.memory))
     assert int(torch.zeros(1, device="cuda").add_(1)) == 1
     rig.device.close()

@@ -132,7 +132,7 @@ def test_staging_memory_is_aligned_zeroed_and_as_long_as_asked(nbytes: int):
 
 def test_too_much_staging_memory_is_refused_with_the_settings_to_lower():
     device = CpuDevice(PageMap(regions_of(caches([64]), 0), 1), lambda: None)
-    with pytest.raises(KvCacheError, match="set staging_bytes or io_depth lower"):
+    with pytest.raises(KvCacheError, match="set memory_bytes, staging_bytes or io_depth lower"):
         device.allocate(1 << 55)
     device.close()
 

@@ -67,6 +67,7 @@ def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
 def test_more_than_there_is_gives_one_error_with_the_remedy(nbytes: int):
     with pytest.raises(
-        KvCacheError, match=r"no [0-9]+ MiB for staging: .*; set staging_bytes or io_depth lower"
+        KvCacheError,
+        match=r"no [0-9]+ MiB for staging: .*; set memory_bytes, staging_bytes or io_depth lower",
     ):
         host_memory(nbytes)

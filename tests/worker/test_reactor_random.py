@@ -15,6 +15,7 @@ from worker_doubles import HOLD, PAYLOAD, Rig, file_of, payload_of
 
 from py_kvcache.errors import Fault
 from py_kvcache.worker.jobs import Kind
+from py_kvcache.worker.tier import Tier
 
 ERRNOS = [errno.EIO, errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.ENOENT, errno.ENOSPC, errno.ECANCELED]
 FATES = {
@@ -43,9 +44,11 @@ class ReactorMachine(RuleBasedStateMachine):
         self.next_job = 0
         self.flushes: list[tuple[object, set[int]]] = []
 
-    @initialize(adds=st.booleans())
-    def device(self, adds: bool) -> None:
+    @initialize(adds=st.booleans(), policy=st.sampled_from(["lru", "arc", "lirs"]))
+    def device(self, adds: bool, policy: str) -> None:
         self.rig.device.adds = adds
+        core = self.rig.reactor._core
+        core.tier = Tier(self.rig.staging, policy, 4)
 
     def hold_all(self) -> None:
         for op in FATES:
@@ -73,9 +76,15 @@ class ReactorMachine(RuleBasedStateMachine):
                 rig.world.files[path] = file_of("another")
 
     @precondition(lambda self: self.rig.submitted)
-    @rule(data=st.data(), count=st.integers(0, 7), seconds=st.sampled_from([0.5, 5.0, 50.0]))
-    def load_what_another_job_loads_or_stores(self, data: st.DataObject, count: int, seconds: float) -> None:
+    @rule(
+        data=st.data(), count=st.integers(0, 7), seconds=st.sampled_from([0.5, 5.0, 50.0]), part=st.booleans()
+    )
+    def load_what_another_job_loads_or_stores(
+        self, data: st.DataObject, count: int, seconds: float, part: bool
+    ) -> None:
         rig = self.rig
+        if part:  # its pages are no whole blocks, which the device does not add up
+            rig.device.parts.add(self.next_job)
         of = data.draw(st.sampled_from([job for job in rig.submitted if job not in rig.origin]))
         rig.again(self.next_job, of, count, seconds)
         self.next_job += 1

@@ -100,7 +100,6 @@ def test_who_joined_a_read_that_fails_reads_itself(tiered, stage):
     r.load(1, 1)
     r.again(2, 1, 1)
     r.run(10)
-    assert r.reactor.snapshot().without_read == {"joined": 1}
     (held,) = r.world.held(stage)
     r.world.complete(held, -errno.EIO)
     r.world.release()
@@ -205,4 +204,118 @@ def test_thousands_of_blocks_at_hand_are_begun_some_at_a_time(tiered):
     r.world.release()
     r.live(lambda: 2 in r.results)
     assert all(r.loaded(2, n) for n in range(1000))
+    r.assert_idle()
+
+
+def one_bit_off(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "lirs"])
+@pytest.mark.parametrize("keep", [4, 64])
+def test_blocks_come_to_stay_while_all_that_stay_are_in_use(tiered, policy, keep):
+    r = tiered(keep, policy=policy)
+    r.load(1, keep)
+    r.live(lambda: 1 in r.results)
+    r.world.rule("copy_in", HOLD)
+    r.again(2, 1, keep)
+    r.run(10)
+    r.store(3, 6)
+    r.run(60)
+    assert r.results[3].failed == ()
+    r.world.release()
+    r.live(lambda: 2 in r.results)
+    assert all(r.loaded(2, n) for n in range(keep))
+    r.assert_idle()
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_part_of_a_block_never_shares_bytes_that_only_the_device_checks(tiered, rig, keep):
+    """It is not added up itself: it would take what the whole block's check refuses a moment later."""
+    r = tiered(keep, adds=True) if keep else rig(adds=True)
+    r.device.parts = {2, 3}
+    r.load(1, 1)
+    r.world.files[r.path(1, 0)][9] ^= 1
+    r.again(2, 1, 1)
+    r.run()
+    assert r.faults(1) == {0: Fault.CHECKSUM} == r.faults(2)
+    r.again(3, 1, 1)
+    r.run()
+    assert r.faults(3) == {0: Fault.CHECKSUM}
+    assert r.staging.kept == 0
+    r.assert_idle()
+
+
+def test_parts_of_a_block_join_each_other_and_use_what_was_proved(tiered):
+    r = tiered(adds=True)
+    r.device.parts = {1, 2, 4}
+    r.load(1, 2)
+    r.again(2, 1, 2)
+    r.again(3, 1, 2)  # whole: checks itself
+    r.run()
+    r.again(4, 1, 2)
+    r.run()
+    assert reads(r) == 2
+    assert all(r.loaded(job, n) for job in (1, 2, 3, 4) for n in range(2))
+    r.assert_idle()
+
+
+def test_what_the_link_damaged_on_its_way_to_a_slot_is_no_part_of_a_block(tiered):
+    r = tiered(adds=True)
+    r.device.on_the_way = one_bit_off
+    r.store(1, 1)
+    r.run()
+    r.device.on_the_way = bytes
+    r.device.parts = {2}
+    r.again(2, 1, 1)
+    r.again(3, 1, 1)
+    r.run()
+    assert r.faults(2) == {0: Fault.CHECKSUM}
+    assert not r.loaded(3, 0)
+    r.assert_idle()
+
+
+def test_of_those_who_joined_a_read_that_fails_one_reads_for_all(tiered):
+    r = tiered()
+    r.world.rule("read", HOLD)
+    r.load(1, 1)
+    for job in range(2, 10):
+        r.again(job, 1, 1)
+    r.run(10)
+    (held,) = r.world.held("read")
+    r.world.complete(held, -errno.EIO)
+    r.world.release()
+    r.run()
+    assert reads(r) == 2
+    assert all(r.loaded(job, 0) for job in range(2, 10))
+    assert r.reactor.snapshot().without_read == {"joined": 7}
+    r.assert_idle()
+
+
+def test_one_read_that_hangs_keeps_nobody_else_waiting_however_many_joined_it(tiered):
+    r = tiered()
+    r.world.rule("read", HOLD, path="/cache/1/0")
+    r.load(1, 1, seconds=1000)
+    for job in range(2, 302):
+        r.again(job, 1, 1, seconds=1000)
+    r.load(1000, 3)
+    r.run(60)
+    assert 1000 in r.results and r.results[1000].failed == ()
+    r.world.release()
+    r.live(lambda: len(r.results) == 302)
+    assert reads(r) == 4
+    r.assert_idle()
+
+
+def test_who_comes_while_the_reader_is_copied_shares_its_slot_at_once(rig):
+    r = rig()
+    r.world.rule("copy_in", HOLD)
+    r.load(1, 1)
+    r.run(10)
+    r.again(2, 1, 1)
+    r.step()
+    r.world.release()
+    r.run()
+    assert reads(r) == 1
+    assert r.loaded(2, 0)
     r.assert_idle()

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.py_kvcache.worker")
 
 _MEMLOCK_HINT = (
-    "set staging_bytes or io_depth lower, or raise the memory limit of the container and the locked-memory "
-    "limit (ulimit -l)"
+    "set memory_bytes, staging_bytes or io_depth lower, or raise the memory limit of the container and the "
+    "locked-memory limit (ulimit -l)"
 )
 
 

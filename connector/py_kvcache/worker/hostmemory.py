@@ -30,7 +30,7 @@ def host_memory(nbytes: int) -> memoryview:
         ValueError,
     ) as error:  # beyond what a C size holds, too
         raise KvCacheError(
-            f"no {nbytes >> 20} MiB for staging: {error}; set staging_bytes or io_depth lower"
+            f"no {nbytes >> 20} MiB for staging: {error}; set memory_bytes, staging_bytes or io_depth lower"
         ) from error
     # EINVAL from a kernel that was built without them: what we have is right then, only slower.
     with suppress(OSError):

@@ -76,7 +76,7 @@ class Lirs:
         waiting = self._waiting
         latest: Key | None = None
         for key in self._candidates(coming):
-            if key in pinned:
+            if key != coming and key in pinned:
                 continue
             if key not in waiting:
                 return coming if key == coming else self._give_up(key)

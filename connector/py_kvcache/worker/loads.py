@@ -39,9 +39,6 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # How long an open that found no descriptor waits for others to be closed, doubled at each try: 0.6 s in all.
 SHORT_WAIT_S = 0.0025
 
-# How many blocks that need no read of their own may be at hand: a pass must not begin any number.
-_MOST_NEAR = 128
-
 _STORING = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
 
 
@@ -56,7 +53,7 @@ class Loads:
         self._short: list[tuple[float, Transfer]] = []  # when to open again; given-up ones included
         self._ready: list[Transfer] = []
         self._orphans: deque[Transfer] = deque()  # whose joined read came to nothing; given-up ones included
-        self._sharing = Sharing(core, self._serve, self._orphans.append)
+        self._sharing = Sharing(core, device, self._serve, self._orphans.append)
         self._copied_now: set[int] = set()  # slots: the device has room for one copy of each
         self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
         self._budget = RateBudget(core.settings.read_bytes_per_s)
@@ -101,16 +98,16 @@ class Loads:
         ahead = census[LoadState.OPENING] + census[LoadState.OPENED] + census[LoadState.OPENING_LOST]
         while self._orphans and ahead < self._settings.open_lookahead:
             t = self._orphans.popleft()
-            if t.state is LoadState.QUEUED:
+            if t.state is LoadState.QUEUED and not self._sharing.is_there(t):
                 self._begin_open(t)
                 ahead += 1
-        while jobs and self._sharing.near < _MOST_NEAR:
+        while jobs and not self._sharing.full:
             run = jobs[0]
             if run.begun >= run.limit:
                 jobs.popleft()
                 continue
             full = ahead >= self._settings.open_lookahead
-            if full and not self._sharing.knows(run.job.blocks[run.begun].path):
+            if full and not self._sharing.serves(run.job.blocks[run.begun]):
                 return
             t = core.begin(run)
             if not self._sharing.is_there(t):
@@ -253,6 +250,8 @@ class Loads:
         if fault is not None:
             self._fail(t, "verify", fault, 0, detail)
             return
+        assert t.slot is not None
+        t.slot.proved = True
         core.move(t, Event.VERIFIED)
         self._ready.append(t)
 
@@ -324,6 +323,7 @@ class Loads:
                 # Nobody reads these pages: the job reports the block, and vLLM computes it.
                 self._fail(t, "verify", fault, 0, detail)
                 return
+            t.slot.proved = True
         assert t.slot is not None
         core.tier.offer(t.work.path, t.slot)
         core.move(t, Event.COPIED)

@@ -35,6 +35,7 @@ class Slot:
     use: Use = Use.FREE
     holders: int = 0  # blocks under way that have it; more than one only read it
     kept: bool = False  # by the memory tier, whoever else has it
+    proved: bool = False  # these bytes, as they are here, belong to their footer's digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class StagingPool:
         if len(self._free) <= keep:
             return None
         slot = self._free.pop()
-        slot.holders = 1
+        slot.holders, slot.proved = 1, False
         self._set(slot, use)
         return slot
 

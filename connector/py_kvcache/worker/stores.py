@@ -144,6 +144,8 @@ class Stores:
         else:
             core.move(t, Event.COPIED)
             work, size = t.work, self._settings.payload_bytes
+            # With the device's sums nobody looks at the bytes that came over the link.
+            slot.proved = sums is None
             core.checksum.seal(core.expect(t), slot.buffer, work.key, work.index, size, sums)
 
     # ---- file

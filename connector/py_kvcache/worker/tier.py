@@ -33,14 +33,21 @@ class Tier:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, path: str) -> bool:
-        return path in self._slots
+    def has(self, path: str, *, proved: bool = False) -> bool:
+        """Whether ``find`` would give a slot."""
+        slot = self._slots.get(path)
+        return slot is not None and (slot.proved or not proved)
 
-    def find(self, path: str) -> Slot | None:
-        """The block's slot, which the caller shares from now on; None if it is not here."""
+    def find(self, path: str, *, proved: bool = False) -> Slot | None:
+        """The block's slot, which the caller shares from now on; None if it is not here.
+
+        ``proved``: it must be so that nobody needs to check it.
+        """
         if self._retention is None or not self._retention.hit(path):
             return None
         slot = self._slots[path]
+        if proved and not slot.proved:
+            return None
         self._staging.share(slot)
         return slot
 
@@ -82,4 +89,5 @@ class _Busy:
         self._slots = slots
 
     def __contains__(self, path: object) -> bool:
-        return self._slots[path].holders > 0  # type: ignore[index]
+        slot = self._slots.get(path)  # type: ignore[call-overload]
+        return slot is not None and slot.holders > 0
