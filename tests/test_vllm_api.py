@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm_api is the adapter to vLLM")
 
 from py_kvcache import metrics, vllm_api
+from py_kvcache import stock as stock_books
 from py_kvcache.errors import UnsupportedError
 from py_kvcache.vllm_api import unsupported_reason
 
@@ -305,24 +306,24 @@ KEYS = [bytes([n]) for n in range(6)]
 ])  # fmt: skip
 def test_what_is_computed_again_is_offered_for_storing_again(failed: Any, index: int, given_back: int):
     stock = scheduler(KEYS, stored=5)
-    assert vllm_api.rewind_store(stock, 1, failed) == given_back
+    assert stock_books.rewind_store(stock, 1, failed) == given_back
     assert stock.state.next_stored_chunk_idx == index
 
 
 def test_a_job_or_request_that_is_gone_needs_no_rewind():
     stock = scheduler(KEYS, stored=5)
-    assert vllm_api.rewind_store(stock, 99, {KEYS[0]: "io"}) == 0
+    assert stock_books.rewind_store(stock, 99, {KEYS[0]: "io"}) == 0
     stock._req_status.clear()
-    assert vllm_api.rewind_store(stock, 1, {KEYS[0]: "io"}) == 0
+    assert stock_books.rewind_store(stock, 1, {KEYS[0]: "io"}) == 0
     assert stock.state.next_stored_chunk_idx == 5
 
 
 def test_a_requests_chunks_are_offered_again_from_a_given_one_on():
     stock = scheduler(KEYS, stored=5)
-    vllm_api.offer_again(stock, "r", KEYS[2])
+    stock_books.offer_again(stock, "r", KEYS[2])
     assert stock.state.next_stored_chunk_idx == 2
     for request, key in (("r", b"none"), ("nobody", KEYS[0]), ("r", KEYS[4])):
-        vllm_api.offer_again(stock, request, key)
+        stock_books.offer_again(stock, request, key)
     assert stock.state.next_stored_chunk_idx == 2
 
 
@@ -344,7 +345,7 @@ def test_an_ended_request_keeps_the_chunks_that_were_computed(
 ):
     stock = scheduler(KEYS, stored=0, blocks=blocks)
     request = N(request_id="r", num_computed_tokens=computed, num_prompt_tokens=192, num_tokens=tokens)
-    vllm_api.forget_uncomputed(stock, request)
+    stock_books.forget_uncomputed(stock, request)
     assert stock.state.offload_keys == KEYS[:chunks]
     assert stock.state.block_ids == list(range(2 * chunks))
 
@@ -354,13 +355,13 @@ def test_the_last_sampled_token_was_not_computed(tokens: int, chunks: int):
     """Asynchronous scheduling has counted the step that would have."""
     stock = scheduler(KEYS, stored=0, blocks=12)
     request = N(request_id="r", num_computed_tokens=tokens, num_prompt_tokens=40, num_tokens=tokens)
-    vllm_api.forget_uncomputed(stock, request)
+    stock_books.forget_uncomputed(stock, request)
     assert (stock.state.offload_keys, len(stock.state.block_ids)) == (KEYS[:chunks], 2 * chunks)
 
 
 def test_a_request_that_the_stock_scheduler_never_knew_is_none_of_ours():
     stock = scheduler(KEYS, stored=0)
-    vllm_api.forget_uncomputed(stock, N(request_id="nobody"))
+    stock_books.forget_uncomputed(stock, N(request_id="nobody"))
     assert stock.state.offload_keys == KEYS
 
 
@@ -414,9 +415,9 @@ def test_a_preempted_request_that_is_being_loaded_is_no_flush_of_its_jobs():
     jobs = {1: N(is_store=True), 2: N(is_store=False)}
     scheduler = N(_jobs=jobs, _req_status={"a": status(1), "b": status(2), "c": status()})
     output = N(preempted_req_ids={"a", "b", "c", "gone"}, other=7)
-    changed = vllm_api.without_loading(scheduler, output)
+    changed = stock_books.without_loading(scheduler, output)
     assert (changed.preempted_req_ids, changed.other) == ({"a", "c", "gone"}, 7)
     assert output.preempted_req_ids == {"a", "b", "c", "gone"}, "vLLM's own stays as it is"
     for nobody in (None, set(), {"a"}):
         output = N(preempted_req_ids=nobody)
-        assert vllm_api.without_loading(scheduler, output) is output
+        assert stock_books.without_loading(scheduler, output) is output

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from py_kvcache import vllm_api
+from py_kvcache import stock, vllm_api
 from py_kvcache.config import Config, parse_config
 from py_kvcache.errors import RootError, UnsupportedError
 from py_kvcache.inert import make_inert
@@ -126,9 +126,9 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
             # Before super(), which completes the jobs that these failures belong to.
             self.manager.note_report(report)
             for job, failures in report.failed_loads.items():
-                vllm_api.rewind_store(self.connector_scheduler, job, failures.faults)
+                stock.rewind_store(self.connector_scheduler, job, failures.faults)
             for request_id, key in self.manager.take_postponed().items():
-                vllm_api.offer_again(self.connector_scheduler, request_id, key)
+                stock.offer_again(self.connector_scheduler, request_id, key)
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -147,7 +147,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         Stock gives them up at once and has a step wait for what is still to be copied from them: the engine
         stands still, or the end of the prompt is not stored.
         """
-        vllm_api.forget_uncomputed(self.connector_scheduler, request)
+        stock.forget_uncomputed(self.connector_scheduler, request)
         keep, more = answer
         if keep or not self._keeps_blocks or not vllm_api.ended_by_itself(request):
             return answer
@@ -157,12 +157,10 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         return True, more
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(
-            vllm_api.without_loading(self.connector_scheduler, scheduler_output)
-        )
+        meta = super().build_connector_meta(stock.without_loading(self.connector_scheduler, scheduler_output))
         held, self._held = self._held, set()
         # Its store jobs are complete now: the last ones were made a line above.
-        jobs = vllm_api.store_jobs_of(self.connector_scheduler, held) if held else {}
+        jobs = stock.store_jobs_of(self.connector_scheduler, held) if held else {}
         idle = vllm_api.is_idle(scheduler_output)
         if idle:
             self.manager.wait_if_asking()

@@ -569,6 +569,7 @@ def test_a_namespace_removed_under_a_running_engine_is_described_again(
     for name in ("a", "b"):
         engine.ask(engine.admit(name, keys(1)))
         engine.prober.jobs.pop()()
+        assert described.is_file()
         described.unlink()
         described.parent.rmdir()
 

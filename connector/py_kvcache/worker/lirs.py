@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
 
-from py_kvcache.worker.retention import Key
+from py_kvcache.worker.retention import NOTHING, Key
 
 _PASSING_SHARE = 32  # one in so many
-_NOTHING: frozenset[Key] = frozenset()
 
 
 class Lirs:
@@ -71,7 +70,7 @@ class Lirs:
             self._passing[key] = None
         self._forget_oldest()
 
-    def evict(self, coming: Key | None = None, pinned: Container[Key] = _NOTHING) -> Key | None:
+    def evict(self, coming: Key | None = None, pinned: Container[Key] = NOTHING) -> Key | None:
         """See Retention.evict."""
         waiting = self._waiting
         latest: Key | None = None

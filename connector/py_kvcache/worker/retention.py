@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 Key = str  # the path of a block's file, say
-_NOTHING: frozenset[Key] = frozenset()
+NOTHING: frozenset[Key] = frozenset()
 
 
 class Retention(Protocol):
@@ -32,7 +32,7 @@ class Retention(Protocol):
     def admit(self, key: Key) -> None:
         """The block is resident from now on. Raises ValueError if it is already."""
 
-    def evict(self, coming: Key | None = None, pinned: Container[Key] = _NOTHING) -> Key | None:
+    def evict(self, coming: Key | None = None, pinned: Container[Key] = NOTHING) -> Key | None:
         """Give up the resident block that is worth least.
 
         Args:
@@ -75,7 +75,7 @@ class Lru:
             raise ValueError("the block is resident already")
         self._order[key] = None
 
-    def evict(self, coming: Key | None = None, pinned: Container[Key] = _NOTHING) -> Key | None:
+    def evict(self, coming: Key | None = None, pinned: Container[Key] = NOTHING) -> Key | None:
         """See Retention.evict."""
         key = first_unpinned(self._order, pinned)
         if key is not None:
@@ -142,7 +142,7 @@ class Arc:
         while self._gone_often and len(self) + self.remembered > 2 * self.capacity:
             self._gone_often.popitem(last=False)
 
-    def evict(self, coming: Key | None = None, pinned: Container[Key] = _NOTHING) -> Key | None:
+    def evict(self, coming: Key | None = None, pinned: Container[Key] = NOTHING) -> Key | None:
         """See Retention.evict; REPLACE of the paper."""
         long = len(self._once)
         first = long > self._target or (coming in self._gone_often and long == self._target)

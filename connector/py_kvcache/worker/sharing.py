@@ -61,16 +61,15 @@ class Sharing:
         core, work = self._core, t.work
         slot = core.tier.find(work.path, proved=not self._device.adds_up(work.pages))
         if slot is not None:
-            self._share(t, slot, "memory")
+            core.counters.spare("memory")
+            self._serve(t, slot)
             return True
         reader = self._reader_for(work)
         if reader is None:
             self._remember(t)
             return False
         if reader.state in _FILLED:
-            assert reader.slot is not None
-            core.staging.share(reader.slot)
-            self._share(t, reader.slot, "joined")
+            self._share_with(t, reader)
         else:
             core.move(t, Event.JOIN)
             self._joined.append((t, reader))
@@ -88,16 +87,16 @@ class Sharing:
             if reader.state in _ON_THEIR_WAY:
                 self._joined.append((t, reader))
             elif reader.state in _FILLED:
-                assert reader.slot is not None
-                core.staging.share(reader.slot)
-                self._share(t, reader.slot, "joined")
+                self._share_with(t, reader)
             else:
                 core.move(t, Event.WAIT)
                 self._read(t)
 
-    def _share(self, t: Transfer, slot: Slot, how: str) -> None:
-        self._core.counters.spare(how)
-        self._serve(t, slot)
+    def _share_with(self, t: Transfer, reader: Transfer) -> None:
+        assert reader.slot is not None
+        self._core.staging.share(reader.slot)
+        self._core.counters.spare("joined")
+        self._serve(t, reader.slot)
 
     def _reader_for(self, work: BlockWork) -> Transfer | None:
         """Who reads the file for this block, too.
