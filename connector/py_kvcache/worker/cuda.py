@@ -87,6 +87,7 @@ class _Lane:
     buffer: int
     stream: torch.cuda.Stream
     after: torch.cuda.Event | None = None  # the last one that the stream was told to wait for
+    crossed: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # its last block is over the link
     trips: dict[int, _Trip] = field(default_factory=dict)  # by the slot's address
 
 
@@ -94,8 +95,10 @@ class CudaDevice:
     """KV cache in GPU memory. See device.Device for the methods.
 
     Whole blocks take turns on the lanes of their direction: while one waits for a kernel of the model's, the
-    link is the next one's. What goes page by page has one stream for loads and one for each slot's stores, so
-    that one block's store waits for no other's. None is the compute stream: copies run beside the model.
+    link is the next one's. They cross it one after the other: blocks that share it would all be late, and
+    hold their slots for as long. What goes page by page has one stream for loads and one for each slot's
+    stores, so that one block's store waits for no other's. None is the compute stream: copies run beside the
+    model.
     """
 
     # Half of what a copy of 28 MiB takes. To be woken instead would need the interpreter twice for each copy.
@@ -118,6 +121,7 @@ class CudaDevice:
         self._stores: dict[int, torch.cuda.Stream] = {}  # by the slot's address
         self._lanes: dict[bool, list[_Lane]] = {False: [], True: []}  # from pages: True
         self._turns: dict[bool, Iterator[_Lane]] = {}
+        self._last: dict[bool, _Lane] = {}  # on the link, by direction
         self._spare: list[torch.cuda.Event] = []
         self._entered = threading.local()
         self._memory: memoryview | None = None
@@ -192,14 +196,29 @@ class CudaDevice:
         if trip is None:
             trip = lane.trips[address] = self._plan(blocks, lane.buffer, address, gather=gather)
         blocks.ask(trip.place, lane.buffer, copy.pages.block_ids)
-        self._driver.copy(trip.incoming, stream.cuda_stream)
+        if gather:
+            self._driver.copy(trip.incoming, stream.cuda_stream)
+        else:
+            self._cross(lane, trip.incoming, gather)
         # Only the pages are the last owner's: the buffer fills while it still uses them.
         if copy.after is not None and copy.after is not lane.after:
             self._driver.wait_event(stream.cuda_stream, copy.after.cuda_event)
             lane.after = copy.after
         blocks.launch(trip.place, stream, gather=gather)
-        self._driver.copy(trip.outgoing, stream.cuda_stream)
+        if gather:
+            self._cross(lane, trip.outgoing, gather)
+        else:
+            self._driver.copy(trip.outgoing, stream.cuda_stream)
         return trip.place
+
+    def _cross(self, lane: _Lane, payload: Batch, gather: bool) -> None:
+        """Over the link, behind the block before."""
+        before = self._last.get(gather)
+        if before is not None and before is not lane:
+            self._driver.wait_event(lane.stream.cuda_stream, before.crossed.cuda_event)
+        self._driver.copy(payload, lane.stream.cuda_stream)
+        lane.crossed.record(lane.stream)
+        self._last[gather] = lane
 
     def _plan(self, blocks: GpuBlocks, buffer: int, address: int, *, gather: bool) -> _Trip:
         assert self._memory is not None
