@@ -15,7 +15,8 @@ from py_kvcache.errors import ConfigError
 
 DEFAULTS = {
     "block_tokens": 256,
-    "io_depth": 16,
+    "io_depth": 32,
+    "io_workers": 16,
     "open_lookahead": 32,
     "copy_headroom": 4,
     "staging_bytes": None,
@@ -60,6 +61,7 @@ OTHER = {
     "root": ("/other", "/other"),
     "block_tokens": ("64", 64),
     "io_depth": ("3", 3),
+    "io_workers": ("3", 3),
     "open_lookahead": ("3", 3),
     "copy_headroom": ("3", 3),
     "staging_bytes": ("1000000", 1_000_000),
@@ -104,7 +106,7 @@ def test_unknown_environment_names_are_none_of_our_business():
 
 
 def test_an_empty_environment_value_counts_as_unset():
-    assert parse(PY_KVCACHE_IO_DEPTH="").io_depth == 16
+    assert parse(PY_KVCACHE_IO_DEPTH="").io_depth == 32
 
 
 def test_the_extra_config_wins_over_the_environment():
@@ -202,6 +204,8 @@ OUT_OF_BOUNDS = [
     ("block_tokens", 65_537),
     ("io_depth", 0),
     ("io_depth", 1_025),
+    ("io_workers", 0),
+    ("io_workers", 1_025),
     ("open_lookahead", 0),
     ("open_lookahead", 4_097),
     ("copy_headroom", 0),

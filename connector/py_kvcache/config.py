@@ -65,7 +65,12 @@ class Config(BaseModel):
         le=65_536,
         description="tokens in one cached file; a multiple of the engine's block",
     )
-    io_depth: int = Field(16, ge=1, le=1_024, description="reads and writes in flight at once, per worker")
+    io_depth: int = Field(
+        32, ge=1, le=1_024, description="reads and writes in the kernel's hands at once, per worker"
+    )
+    io_workers: int = Field(
+        16, ge=1, le=1_024, description="how many of them it works on at once; copy_headroom more for reads"
+    )
     open_lookahead: int = Field(32, ge=1, le=4_096, description="files opened ahead of the reads, per worker")
     copy_headroom: int = Field(
         4, ge=1, le=1_024, description="staging slots beyond io_depth, held by copies to and from the device"

@@ -92,6 +92,17 @@ def test_stores_leave_the_reserved_slots_alone_and_keep_to_the_io_depth(rig):
     assert len(r.world.held("write")) == 6
 
 
+def test_stores_leave_some_of_the_rings_workers_to_reads(rig):
+    r = rig(slots=20, reserve=2, io_depth=16, store_depth=3, lookahead=16)
+    r.world.rule("write", HOLD)
+    r.store(1, 50)
+    r.run(20)
+    assert len(r.world.held("write")) == 3
+    r.load(2, 30)
+    r.run(20)
+    assert r.results[2].failed == ()
+
+
 @pytest.mark.parametrize(("reserve", "reads"), [(8, 8), (3, 3), (12, 8)])
 def test_hung_writes_leave_loads_their_reserve_and_no_more(rig, reserve, reads):
     r = rig(slots=20, reserve=reserve, io_depth=8, lookahead=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import mmap
@@ -12,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 import tracemalloc
 import weakref
 from pathlib import Path
@@ -30,9 +32,9 @@ MIB = 1 << 20
 class Driver:
     """Runs a ring as the reactor does: submit, select on the eventfd, drain."""
 
-    def __init__(self, kind, size=32):
+    def __init__(self, kind, size=32, workers=None):
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.ring = UringRing(size, self.wake) if kind == "io_uring" else ThreadRing(size, self.wake)
+        self.ring = UringRing(size, self.wake, workers) if kind == "io_uring" else ThreadRing(size, self.wake)
 
     def wait(self, count):
         """Results of the next ``count`` completions by token; fails after 20 s or on a repeated token."""
@@ -560,3 +562,25 @@ def test_entries_are_encoded_as_the_kernel_wants_them_and_large_ones_go_to_its_w
     assert [results[token] for token in (3, 5, 6, 7)] == [MIB - 4096, 4096, 0, 0]
     driver.close()
     os.close(fd)
+
+
+def test_the_kernel_has_as_many_workers_for_files_as_it_was_told_whoever_uses_the_ring(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 << 20))
+    driver = Driver("io_uring", workers=3)
+    counts = (ctypes.c_uint * 2)(0, 0)
+
+    def work():
+        fd = open_file(driver, path, os.O_RDONLY)
+        assert driver.one("read", fd, aligned(2 << 20), 0) == 2 << 20
+        os.close(fd)
+        # 427: io_uring_register, 19: IORING_REGISTER_IOWQ_MAX_WORKERS; zeros change nothing, and it tells.
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert not libc.syscall(427, driver.ring._ring.ring_fd, 19, ctypes.byref(counts), 2)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    driver.close()
+    assert counts[0] == 3
+    assert counts[1] > 64

@@ -214,7 +214,7 @@ def test_threads_are_used_without_a_probe_when_asked_for(tmp_path, monkeypatch):
 
 
 def test_a_ring_refused_after_a_good_probe_falls_back_too(tmp_path, monkeypatch):
-    def refuse(entries, wake_fd):
+    def refuse(entries, wake_fd, workers):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(probe_module, "probe_ring", lambda directory: RingProbe(True, ""))

@@ -159,7 +159,7 @@ class Engine:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waker: Inbox[None] = Inbox(self._wake)  # only its wake(), safe against a closed eventfd
         entries = 2 * (depth + LOOKAHEAD) + 64  # as the worker has it
-        made, self.ring_note = make_ring(ring, entries, depth + 2, self._wake, folder)
+        made, self.ring_note = make_ring(ring, entries, depth + COPY_HEADROOM, self._wake, folder)
         self.ring = TimedRing(made)
         self._publisher = Publisher(
             FileOps(),
@@ -178,6 +178,7 @@ class Engine:
                 payload_bytes=self.payload,
                 file_bytes=size,
                 io_depth=plan.io_depth,
+                store_depth=plan.io_depth,
                 open_lookahead=LOOKAHEAD,
                 max_queued_stores=1_000_000,
                 direct=direct,

@@ -115,7 +115,9 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     waker: Inbox[None] = Inbox(wake_fd)  # only its wake(), which is safe against a closed eventfd
     entries = 2 * (config.io_depth + config.open_lookahead) + 64
-    ring, reason = make_ring(config.ring, entries, config.io_depth + 2, wake_fd, root)
+    # Writes that hang never take the last ones: see ReactorSettings.store_depth.
+    workers = config.io_workers + config.copy_headroom
+    ring, reason = make_ring(config.ring, entries, workers, wake_fd, root)
     if reason is not None:
         fallbacks["threads"] = reason
     for mode, why in fallbacks.items():
@@ -138,6 +140,7 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
             payload_bytes=page_map.payload_bytes,
             file_bytes=slot_bytes,
             io_depth=plan.io_depth,
+            store_depth=config.io_workers,
             open_lookahead=config.open_lookahead,
             max_queued_stores=config.max_queued_stores,
             direct=direct,

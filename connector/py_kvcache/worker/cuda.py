@@ -86,8 +86,8 @@ class _Lane:
 
     buffer: int
     stream: torch.cuda.Stream
+    crossed: torch.cuda.Event  # its last block is over the link
     after: torch.cuda.Event | None = None  # the last one that the stream was told to wait for
-    crossed: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # its last block is over the link
     trips: dict[int, _Trip] = field(default_factory=dict)  # by the slot's address
 
 
@@ -141,7 +141,9 @@ class CudaDevice:
         self._blocks = blocks = _make_blocks(self._map, slots, self._device, add=self._checksum)
         if blocks is not None:
             for gather, buffers in ((False, blocks.loads), (True, blocks.stores)):
-                self._lanes[gather] = [_Lane(buffer, self._stream()) for buffer in buffers]
+                self._lanes[gather] = [
+                    _Lane(buffer, self._stream(), torch.cuda.Event()) for buffer in buffers
+                ]
                 self._turns[gather] = cycle(self._lanes[gather])
         return memory
 

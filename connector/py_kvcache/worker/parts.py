@@ -133,6 +133,8 @@ class ReactorSettings:
         payload_bytes: of one block, without padding and footer.
         file_bytes: of one block file, which is also the slot's size.
         io_depth: reads in flight, and stores between the launch of their copy and the end of their write.
+        store_depth: of these the stores, at most. Fewer than the ring works on at once: a read must not queue
+            behind writes that hang.
         open_lookahead: files being opened or open ahead of their read.
         store_files: stores under way in all, which bounds their descriptors however slow publishing is.
         max_queued_stores: store blocks waiting; more are dropped with QUEUE_FULL.
@@ -144,6 +146,7 @@ class ReactorSettings:
     payload_bytes: int
     file_bytes: int
     io_depth: int = 16
+    store_depth: int = 16
     open_lookahead: int = 32
     store_files: int = 64
     max_queued_stores: int = 512

@@ -6,7 +6,9 @@ call: a count or a descriptor, or ``-errno``.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
 import os
 import time
 from typing import Any, NamedTuple, Protocol
@@ -21,8 +23,12 @@ MAX_TRANSFER = 1 << 30
 # A page-cache copy runs inside submit with the GIL held, and so does the wait for a full device queue;
 # IOSQE_ASYNC hands the request to a kernel worker instead. Below this size the hand-over costs more.
 ASYNC_FROM = 1 << 20
+# Not among the package's functions. The call's number is the same on all machines.
+_IO_URING_REGISTER, _IOWQ_MAX_WORKERS = 427, 19
 _CANCEL = 1 << 63  # tag of our cancel requests; tokens stay below
 _MAX_TOKEN = _CANCEL - 1
+
+log = logging.getLogger("vllm.py_kvcache.worker.ring")
 
 # Buffers that the kernel still owned when their ring was closed. Freeing them would let it write into
 # memory that has become something else's, so they live as long as the process.
@@ -104,13 +110,15 @@ class UringRing:
     """io_uring through liburing 2026.3.30, set-up flags 0 (SINGLE_ISSUER and the like fail on 5.10).
 
     ``entries`` bounds the submission queue, not what may be in flight. It also bounds the kernel's workers
-    together with four times the cores, so give it at least the I/O depth plus the open lookahead. Memory
-    that was read into or written from stays referenced until shutdown (see iovecs).
+    together with four times the cores, so give it at least the I/O depth plus the open lookahead. ``workers``
+    bounds those that read and write files further: what is in flight beyond waits in the kernel's queue, so
+    that its workers have something to do while the interpreter is somebody else's. Memory that was read into
+    or written from stays referenced until shutdown (see iovecs).
     """
 
     name = "io_uring"
 
-    def __init__(self, entries: int, wake_fd: int) -> None:
+    def __init__(self, entries: int, wake_fd: int, workers: int | None = None) -> None:
         """Raise OSError (EPERM, ENOSYS, ENOMEM) if the kernel refuses. Run probe_ring before: SIGILL."""
         # Imported here: there is no wheel for arm64, and the thread ring must work without it.
         import liburing
@@ -126,6 +134,8 @@ class UringRing:
         self._pending: dict[int, object] = {}
         self._ready: list[Completion] = []
         self._closed = False
+        if workers is not None:
+            _limit_workers(self._ring.ring_fd, workers)
         try:
             liburing.io_uring_register_eventfd(self._ring, wake_fd)
         except OSError:
@@ -312,6 +322,22 @@ class UringRing:
             self._ready.append(Completion(token, result))
 
 
+def _limit_workers(ring_fd: int, workers: int) -> None:
+    """Of the kernel's threads that work on regular files, for whichever thread of ours uses the ring."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    bounded_and_others = (ctypes.c_uint * 2)(workers, 0)  # 0: as it is
+    code = libc.syscall(
+        ctypes.c_long(_IO_URING_REGISTER), ctypes.c_uint(ring_fd), ctypes.c_uint(_IOWQ_MAX_WORKERS),
+        ctypes.byref(bounded_and_others), ctypes.c_uint(2),
+    )  # fmt: skip
+    if code < 0:  # before Linux 5.15
+        number = ctypes.get_errno()
+        log.info(
+            "py-kvcache: the kernel's I/O workers cannot be limited to %d: [%s] %s; up to four a core work",
+            workers, errno.errorcode.get(number, number), os.strerror(number),
+        )  # fmt: skip
+
+
 def _close(fd: int) -> int:
     try:
         os.close(fd)
@@ -320,8 +346,8 @@ def _close(fd: int) -> int:
     return 0
 
 
-def make_ring(kind: str, entries: int, threads: int, wake_fd: int, directory: str) -> tuple[Ring, str | None]:
-    """Build the ring that a setting asks for: ``auto``, ``io_uring`` or ``threads``.
+def make_ring(kind: str, entries: int, workers: int, wake_fd: int, directory: str) -> tuple[Ring, str | None]:
+    """Build the ring that a setting asks for: ``auto``, ``io_uring`` or ``threads``; ``workers`` are both's.
 
     Returns the ring and, when ``auto`` fell back to threads, the sentence that says why. ``io_uring`` raises
     KvCacheError where the probe fails. ``directory`` is where the probe does its trial I/O.
@@ -333,15 +359,15 @@ def make_ring(kind: str, entries: int, threads: int, wake_fd: int, directory: st
     if kind not in ("auto", "io_uring", "threads"):
         raise ConfigError(f"ring must be auto, io_uring or threads, not {kind!r}")
     if kind == "threads":
-        return ThreadRing(threads, wake_fd), None
+        return ThreadRing(workers, wake_fd), None
     probe = probe_ring(directory)
     reason = probe.reason
     if probe.ok:
         try:
-            return UringRing(entries, wake_fd), None
+            return UringRing(entries, wake_fd, workers), None
         except OSError as error:
             # The probe's ring was small; a memory limit may still refuse this one.
             reason = f"io_uring with {entries} entries: {os.strerror(error.errno or 0)}"
     if kind == "io_uring":
         raise KvCacheError(f"ring is set to io_uring, but {reason}")
-    return ThreadRing(threads, wake_fd), reason
+    return ThreadRing(workers, wake_fd), reason

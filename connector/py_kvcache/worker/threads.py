@@ -32,7 +32,7 @@ class _Op:
 
 
 class ThreadRing:
-    """``threads`` is the I/O depth: each thread runs one operation at a time, started in submit order."""
+    """Each thread runs one operation at a time, started in submit order."""
 
     name = "threads"
 
