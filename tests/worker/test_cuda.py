@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +46,6 @@ class Gpu:
 
         return SimpleNamespace(record=record, cuda_event=9, query=lambda: self.happened)
 
-    def crossed(self, name: str) -> Any:
-        return SimpleNamespace(
-            record=lambda stream: self.log.append(f"{stream.cuda_stream}: is over"), cuda_event=name
-        )
-
     def copy(self, batch: Batch, stream: str) -> None:
         if batch.count:
             self.log.append(f"{stream}: copy {batch.count}")
@@ -86,7 +80,7 @@ def device(gpu: Gpu) -> cuda.CudaDevice:
     made._checksum, made._blocks = False, None
     made._driver, made._context, made._entered = gpu, 0, threading.local()
     made._loads, made._stores, made._spare = gpu.stream("loads"), {}, []
-    made._lanes, made._turns, made._last = {False: [], True: []}, {}, {}
+    made._lanes = {False: [], True: []}
     made._memory = host_memory(1 << 20)
     return made
 
@@ -159,11 +153,7 @@ def entries(count: int) -> Copies:
 def with_lanes(gpu: Gpu, device: cuda.CudaDevice, *, add: bool) -> None:
     device._map, device._blocks = PageMap([Region(0, 4096, 4096)], 2), Blocks(gpu, add=add)
     for gather, name, buffers in ((False, "in", (0, 1)), (True, "out", (2, 3))):
-        device._lanes[gather] = [
-            cuda._Lane(buffer, gpu.stream(f"{name} {buffer}"), gpu.crossed(f"{name} {buffer}"))
-            for buffer in buffers
-        ]
-        device._turns[gather] = itertools.cycle(device._lanes[gather])
+        device._lanes[gather] = [cuda._Lane(buffer, gpu.stream(f"{name} {buffer}")) for buffer in buffers]
 
 
 def slots(device: cuda.CudaDevice, count: int) -> list[memoryview]:
@@ -179,11 +169,8 @@ def test_whole_blocks_take_turns_on_the_lanes_of_their_direction_and_parts_go_pa
     room = slots(device, 3)
     event = device.load([SlotCopy(slot, WHOLE, None) for slot in room])
     trips = []
-    for place, lane, before in ((0, 0, None), (1, 1, 0), (2, 0, 1)):
-        trips += [f"slot {place}, buffer {lane}, blocks [3, 4]"]
-        # One behind the other over the link, beside each other on the GPU.
-        trips += [] if before is None else [f"in {lane}: after in {before}"]
-        trips += [f"in {lane}: copy {2 + add}", f"in {lane}: is over"]
+    for place, lane in ((0, 0), (1, 1), (2, 0)):
+        trips += [f"slot {place}, buffer {lane}, blocks [3, 4]", f"in {lane}: copy {2 + add}"]
         trips += [f"in {lane}: spread {place}", *([f"in {lane}: copy 1"] if add else [])]
     assert gpu.log == trips
     assert [event.sums(n) for n in range(3)] == [f"sums of {n}" if add else None for n in range(3)]
@@ -191,7 +178,7 @@ def test_whole_blocks_take_turns_on_the_lanes_of_their_direction_and_parts_go_pa
     device.store([SlotCopy(room[1], WHOLE, None)])
     assert gpu.log == [
         "slot 1, buffer 2, blocks [3, 4]", f"out 2: copy {1 + add}",
-        "out 2: gather 1", f"out 2: copy {1 + add}", "out 2: is over",
+        "out 2: gather 1", f"out 2: copy {1 + add}",
     ]  # fmt: skip
     gpu.log.clear()
     event = device.load([SlotCopy(room[1], PART, None), SlotCopy(room[0], WHOLE, None)])
@@ -212,19 +199,40 @@ def test_a_batch_has_ended_when_all_its_lanes_have_and_its_events_are_used_again
     assert gpu.made == 2
 
 
+def test_a_lane_that_is_stopped_gets_no_more_than_it_must(gpu, device):
+    with_lanes(gpu, device, add=False)
+    one, two, three = (SlotCopy(slot, WHOLE, None) for slot in slots(device, 3))
+    stopped = [device.store([one])]
+    gpu.happened = False
+    for copy in (two, three, two, three):
+        gpu.log.clear()
+        event = device.store([copy])
+        assert gpu.log[0].startswith(f"slot {1 if copy is two else 2}, buffer 3"), "while 2 is stopped"
+        gpu.happened = True
+        assert event.done()
+        gpu.happened = False
+    # Also where both have one; only with more would a block wait longer there.
+    events = [device.store([copy]) for copy in (two, three)]
+    assert [lane.queued for lane in device._lanes[True]] == [1, 2]
+    events.append(device.store([two]))
+    assert [lane.queued for lane in device._lanes[True]] == [2, 2]
+    gpu.happened = True
+    assert all(event.done() for event in stopped + events)
+    assert [lane.queued for lane in device._lanes[True]] == [0, 0]
+
+
 def test_pages_are_written_behind_their_last_owner_but_buffers_are_filled_before(gpu, device):
     with_lanes(gpu, device, add=False)
     first, second = (SimpleNamespace(cuda_event=name) for name in ("A", "B"))
     room = slots(device, 5)
     for slot, after in zip(room, (first, first, first, second, first), strict=True):
         device.load([SlotCopy(slot, WHOLE, after)])
-    log = [line for line in gpu.log if "is over" not in line and "after in" not in line]
-    assert [line for line in log if line.startswith("in 0")] == [
+    assert [line for line in gpu.log if line.startswith("in 0")] == [
         "in 0: copy 2", "in 0: after A", "in 0: spread 0",
         "in 0: copy 2", "in 0: spread 2",  # a stream waits for good
         "in 0: copy 2", "in 0: spread 4",
     ]  # fmt: skip
-    assert [line for line in log if line.startswith("in 1")] == [
+    assert [line for line in gpu.log if line.startswith("in 1")] == [
         "in 1: copy 2", "in 1: after A", "in 1: spread 1", "in 1: copy 2", "in 1: after B", "in 1: spread 3",
     ]  # fmt: skip
 
@@ -240,3 +248,4 @@ def test_a_launch_that_fails_waits_for_the_blocks_before_it(gpu, device, monkeyp
     with pytest.raises(RuntimeError, match="no kernel"):
         device.load([SlotCopy(slot, WHOLE, None) for slot in slots(device, 2)])
     assert gpu.log[-5:] == [f"wait for {name}" for name in ("loads", "in 0", "in 1", "out 2", "out 3")]
+    assert [lane.queued for lane in device._lanes[False]] == [0, 0]

@@ -26,7 +26,7 @@ from py_kvcache.worker.pages import Chunk, PageMap
 from py_kvcache.worker.parts import SlotCopy
 
 SCHEMA = "py-kvcache.bench.copies/1"
-AHEAD = 4  # blocks under way
+AHEAD = 8  # blocks under way: two for each lane, as when reads come faster than the link takes them
 
 
 @dataclass(frozen=True)

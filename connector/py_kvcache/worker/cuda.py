@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +40,8 @@ class CopyEvent:
     """The end of one batch on its streams; see parts.DeviceEvent.
 
     Args:
-        events: one for each stream; those that have happened go to ``spare``, to be used again.
+        events: one for each stream; with it, if it is a lane's, the lane and how many blocks go through it.
+            Those that have happened go to ``spare``, to be used again.
         keep: what the driver may read until then.
         places: for each block of the batch, the place of its sums; None where they are not added up.
     """
@@ -49,7 +50,7 @@ class CopyEvent:
 
     def __init__(
         self,
-        events: list[torch.cuda.Event],
+        events: list[tuple[torch.cuda.Event, _Lane | None, int]],
         spare: list[torch.cuda.Event],
         keep: object,
         places: Sequence[int | None],
@@ -60,10 +61,18 @@ class CopyEvent:
 
     def done(self) -> bool:
         """Never blocks; RuntimeError with CUDA's words if the copy, or anything before it, failed."""
-        events = self._events
-        while events and events[-1].query():
-            self._spare.append(events.pop())
-        return not events
+        left = []
+        for entry in self._events:
+            event, lane, blocks = entry
+            if not event.query():
+                left.append(entry)
+                continue
+            self._spare.append(event)
+            if lane is not None:
+                lane.queued -= blocks
+                lane.moved = time.monotonic()
+        self._events = left
+        return not left
 
     def sums(self, number: int) -> BlockSums | None:
         """See parts.DeviceEvent."""
@@ -86,7 +95,8 @@ class _Lane:
 
     buffer: int
     stream: torch.cuda.Stream
-    crossed: torch.cuda.Event  # its last block is over the link
+    queued: int = 0  # blocks that have not come through, as far as is known
+    moved: float = 0.0  # when one last did
     after: torch.cuda.Event | None = None  # the last one that the stream was told to wait for
     trips: dict[int, _Trip] = field(default_factory=dict)  # by the slot's address
 
@@ -94,11 +104,12 @@ class _Lane:
 class CudaDevice:
     """KV cache in GPU memory. See device.Device for the methods.
 
-    Whole blocks take turns on the lanes of their direction: while one waits for a kernel of the model's, the
-    link is the next one's. They cross it one after the other: blocks that share it would all be late, and
-    hold their slots for as long. What goes page by page has one stream for loads and one for each slot's
-    stores, so that one block's store waits for no other's. None is the compute stream: copies run beside the
-    model.
+    A whole block takes the lane of its direction that has the fewest: while one waits for a kernel of the
+    model's, the link is another's. And the driver has only a few queues for each copy engine, which streams
+    share: a copy of vLLM's that waits for the end of a forward stops the lanes on the same queue for as long
+    (190 ms of a long prefill: measured), and were they to take turns, all of them. What goes page by page has
+    one stream for loads and one for each slot's stores, so that one block's store waits for no other's. None
+    is the compute stream: copies run beside the model.
     """
 
     # Half of what a copy of 28 MiB takes. To be woken instead would need the interpreter twice for each copy.
@@ -120,8 +131,6 @@ class CudaDevice:
         self._loads = self._stream()
         self._stores: dict[int, torch.cuda.Stream] = {}  # by the slot's address
         self._lanes: dict[bool, list[_Lane]] = {False: [], True: []}  # from pages: True
-        self._turns: dict[bool, Iterator[_Lane]] = {}
-        self._last: dict[bool, _Lane] = {}  # on the link, by direction
         self._spare: list[torch.cuda.Event] = []
         self._entered = threading.local()
         self._memory: memoryview | None = None
@@ -141,10 +150,7 @@ class CudaDevice:
         self._blocks = blocks = _make_blocks(self._map, slots, self._device, add=self._checksum)
         if blocks is not None:
             for gather, buffers in ((False, blocks.loads), (True, blocks.stores)):
-                self._lanes[gather] = [
-                    _Lane(buffer, self._stream(), torch.cuda.Event()) for buffer in buffers
-                ]
-                self._turns[gather] = cycle(self._lanes[gather])
+                self._lanes[gather] = [_Lane(buffer, self._stream()) for buffer in buffers]
         return memory
 
     def record(self) -> torch.cuda.Event:
@@ -169,7 +175,7 @@ class CudaDevice:
         self._enter()
         parts: list[SlotCopy] = []
         places: list[int | None] = []
-        used: dict[int, torch.cuda.Stream] = {}
+        used: dict[int, tuple[_Lane, int]] = {}
         keep: list[Batch] = []
         blocks = self._blocks
         try:
@@ -178,16 +184,21 @@ class CudaDevice:
                     parts.append(copy)
                     places.append(None)
                     continue
-                lane = next(self._turns[gather])
-                used[lane.buffer] = lane.stream
+                lane = min(self._lanes[gather], key=_turn)
+                lane.queued += 1
+                used[lane.buffer] = lane, used.get(lane.buffer, (lane, 0))[1] + 1
                 place = self._move(blocks, lane, copy, gather=gather)
                 places.append(place if blocks.add else None)
+            events: list[tuple[torch.cuda.Event, _Lane | None, int]] = [
+                (self._event(lane.stream), lane, count) for lane, count in used.values()
+            ]
             if parts:
-                used[-1] = self._move_parts(parts, keep, gather=gather)
-            events = [self._event(stream) for stream in used.values()]
+                events.append((self._event(self._move_parts(parts, keep, gather=gather)), None, 0))
         except Exception:
             # Some of the batch may be under way, and who gets an error takes slot and pages for free.
             _wait_for(*self._streams())
+            for lane, count in used.values():
+                lane.queued -= count
             raise
         return CopyEvent(events, self._spare, keep, places, blocks)
 
@@ -198,29 +209,14 @@ class CudaDevice:
         if trip is None:
             trip = lane.trips[address] = self._plan(blocks, lane.buffer, address, gather=gather)
         blocks.ask(trip.place, lane.buffer, copy.pages.block_ids)
-        if gather:
-            self._driver.copy(trip.incoming, stream.cuda_stream)
-        else:
-            self._cross(lane, trip.incoming, gather)
+        self._driver.copy(trip.incoming, stream.cuda_stream)
         # Only the pages are the last owner's: the buffer fills while it still uses them.
         if copy.after is not None and copy.after is not lane.after:
             self._driver.wait_event(stream.cuda_stream, copy.after.cuda_event)
             lane.after = copy.after
         blocks.launch(trip.place, stream, gather=gather)
-        if gather:
-            self._cross(lane, trip.outgoing, gather)
-        else:
-            self._driver.copy(trip.outgoing, stream.cuda_stream)
+        self._driver.copy(trip.outgoing, stream.cuda_stream)
         return trip.place
-
-    def _cross(self, lane: _Lane, payload: Batch, gather: bool) -> None:
-        """Over the link, behind the block before."""
-        before = self._last.get(gather)
-        if before is not None and before is not lane:
-            self._driver.wait_event(lane.stream.cuda_stream, before.crossed.cuda_event)
-        self._driver.copy(payload, lane.stream.cuda_stream)
-        lane.crossed.record(lane.stream)
-        self._last[gather] = lane
 
     def _plan(self, blocks: GpuBlocks, buffer: int, address: int, *, gather: bool) -> _Trip:
         assert self._memory is not None
@@ -335,6 +331,11 @@ def _make_blocks(page_map: PageMap, slots: int, device: torch.device, *, add: bo
             device, ", CPU threads check them, at about 15 GB/s" if add else "", error,
         )  # fmt: skip
         return None
+
+
+def _turn(lane: _Lane) -> tuple[int, float]:
+    # Of equal ones the one that moved last: one that is stopped must not get its share.
+    return lane.queued, -lane.moved
 
 
 _still_pinned: list[memoryview] = []
