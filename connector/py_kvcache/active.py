@@ -96,6 +96,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         # it they are the last to be used again, and a reset of the cache wants them free.
         self._keeps_blocks = not vllm_api.has_prefix_caching(vllm_config)
         self._held: set[str] = set()  # scheduler: ended since the last step, their blocks kept
+        self._pool: Any = None  # scheduler: vLLM's book of KV blocks
         if role == KVConnectorRole.SCHEDULER:
             vllm_api.choose_recompute(vllm_config, settings.load_failure_policy)
 
@@ -105,6 +106,10 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
     def manager(self) -> Any:
         """Our Manager, inside the stock scheduler."""
         return self.connector_scheduler.manager
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+        super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self.manager.admit(request)
@@ -164,8 +169,16 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         idle = vllm_api.is_idle(scheduler_output)
         if idle:
             self.manager.wait_if_asking()
-        meta.step_note = StepNote(idle, jobs, self.manager.next_step())
+        self.manager.preempted(scheduler_output.preempted_req_ids or ())
+        meta.step_note = StepNote(idle, jobs, self.manager.next_step(), self._is_pressed())
         return meta
+
+    def _is_pressed(self) -> bool:
+        """Whether blocks that we make vLLM keep may be what a request waits for."""
+        if self._pool is None:
+            return True
+        tokens = vllm_api.tokens_of_a_block(self._cache_config)
+        return bool(self.manager.needs_blocks(self._pool.get_num_free_blocks() * tokens, tokens))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """vLLM hands over what the workers' get_handshake_metadata() said."""

@@ -69,11 +69,13 @@ class StepNote:
         held: requests that ended, whose KV blocks vLLM keeps until we say that these jobs have copied them.
         number: counts the steps, so that the scheduler can tell which one a report belongs to: with
             asynchronous scheduling it comes one or more steps later.
+        pressed: blocks that are kept may be what another request waits for.
     """
 
     idle: bool
     held: dict[str, frozenset[int]]
     number: int = 0
+    pressed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,6 +311,12 @@ def has_prefix_caching(vllm_config: Any) -> bool:
     return bool(vllm_config.cache_config.enable_prefix_caching)
 
 
+def tokens_of_a_block(kv_cache_config: Any) -> int:
+    """Tokens of a request for each block of vLLM's pool; with several groups it takes one in each."""
+    groups = kv_cache_config.kv_cache_groups
+    return max(1, min(int(group.kv_cache_spec.block_size) for group in groups) // len(groups))
+
+
 def is_idle(scheduler_output: Any) -> bool:
     """Whether a step computes nothing."""
     return not scheduler_output.total_num_scheduled_tokens

@@ -23,7 +23,8 @@ from py_kvcache.plan import Adapter, Failures, Held, WorkerReport
 from py_kvcache.scheduler import adapters as adapters_module
 from py_kvcache.scheduler import names as names_module
 from py_kvcache.scheduler.lookup import SEEN_FOR_S, SET_ASIDE_S
-from py_kvcache.scheduler.manager import ABSENT_FOR_S, HUNG_RETRY_S, Manager
+from py_kvcache.scheduler.lookups import ABSENT_FOR_S, HUNG_RETRY_S
+from py_kvcache.scheduler.manager import Manager
 from py_kvcache.scheduler.probe import ChainAnswer, Prober
 from py_kvcache.scheduler.requests import complain, wanted
 from py_kvcache.vllm_api import LookupResult
@@ -1121,3 +1122,19 @@ def test_what_a_running_request_had_computed_before_a_reset_is_not_stored_as_new
     engine.manager.reset_cache()
     assert engine.store(running) == []
     assert engine.store(waiting) == waiting.keys
+
+
+def test_kv_memory_is_short_when_less_is_free_than_what_waits_and_runs_may_need():
+    engine = Engine()
+    chains = [keys(4, chain=n) for n in range(2)]
+    requests = [engine.admit(f"r{n}", chain) for n, chain in enumerate(chains)]
+    tokens = requests[0].request.num_prompt_tokens
+    need = engine.manager.needs_blocks
+    assert need(2 * tokens + 2 * 16 - 1, 16) and not need(2 * tokens + 2 * 16, 16)
+    engine.manager.allocated(requests[0].request, 0)
+    assert need(tokens + 31, 16) and not need(tokens + 32, 16)
+    engine.manager.preempted(["r0"])
+    assert need(2 * tokens, 16)
+    engine.finish(requests[0])
+    engine.finish(requests[1])
+    assert not need(0, 16)

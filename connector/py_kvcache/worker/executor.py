@@ -24,6 +24,7 @@ from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.holds import Holds
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
 from py_kvcache.worker.leftovers import remove_own_dead_temps
+from py_kvcache.worker.loop import Flush
 from py_kvcache.worker.pages import Chunk, PageMap, split_chunks
 from py_kvcache.worker.report import Reporter
 
@@ -33,7 +34,7 @@ log = logging.getLogger("vllm.py_kvcache.worker")
 # may go on; what has not been copied then is neither stored nor loaded, since a stalled engine costs
 # everybody more.
 FLUSH_PATIENCE_S = 0.02
-# Blocks of a request that ended are kept from others for so long at most.
+# Blocks of a request that ended are kept for so long at most when others may want them.
 HOLD_PATIENCE_S = 0.2
 # A step without computation waits so long at most for a transfer to end. vLLM would make thousands of such
 # steps, and the reactor would wait for the interpreter as often. A new request waits as long at worst.
@@ -81,7 +82,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._step_began = 0.0
         self._idle = False
         self._step = 0
-        self._holds = Holds(lambda jobs: self._parts.reactor.ask(set(jobs), HOLD_PATIENCE_S))
+        self._holds = Holds(self._ask_about)
         self._before_step: Any = None  # a device event, or the exception instead of one
 
     # ---- vLLM's interface
@@ -142,7 +143,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         """vLLM begins a forward step, and has launched none of it yet."""
         if note is not None:
             self._idle, self._step = note.idle, note.number
-            self._holds.add(note.held)
+            self._holds.add(note.held, pressed=note.pressed)
         self._step_began = time.monotonic()
         try:
             self._before_step = self._parts.device.record()
@@ -166,6 +167,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             self._parts.trace.complete("forward", "engine", begin * 1e6, (now - begin) * 1e6, "engine")
 
     # ---- inside
+
+    def _ask_about(self, jobs: frozenset[int], pressed: bool) -> Flush:
+        patience = HOLD_PATIENCE_S if pressed else self._config.store_deadline_s
+        return self._parts.reactor.ask(set(jobs), patience)
 
     def _submit(
         self, job_id: int, kind: Kind, plan: TransferPlan, blocks: GPULoadStoreSpec, deadline_s: float

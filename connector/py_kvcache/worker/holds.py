@@ -26,6 +26,7 @@ class Answer(Protocol):
 class _Hold:
     jobs: frozenset[int]
     steps: int = 0
+    hurried: bool = False
     question: Question | None = None
 
 
@@ -34,11 +35,13 @@ class Holds:
 
     Args:
         ask: hands the reactor a question about jobs; those that have not been copied go first from then on,
-            and are dropped if storage does not let them in time.
+            and are dropped if storage does not let them in time. The second argument says whether that time
+            is short, since a request waits for the blocks.
     """
 
-    def __init__(self, ask: Callable[[frozenset[int]], Question]) -> None:
+    def __init__(self, ask: Callable[[frozenset[int], bool], Question]) -> None:
         self._ask = ask
+        self._pressed = True
         self._holds: dict[str, _Hold] = {}
         self._newest = -1  # store job handed in so far; vLLM numbers jobs upwards
 
@@ -46,8 +49,9 @@ class Holds:
         """A store job was handed in."""
         self._newest = max(self._newest, job_id)
 
-    def add(self, held: Mapping[str, frozenset[int]]) -> None:
-        """From the scheduler, at the beginning of a step."""
+    def add(self, held: Mapping[str, frozenset[int]], *, pressed: bool) -> None:
+        """From the scheduler, at the beginning of a step. ``pressed``: memory is short (see StepNote)."""
+        self._pressed = pressed
         for request_id, jobs in held.items():
             self._holds[request_id] = _Hold(jobs)
 
@@ -60,7 +64,9 @@ class Holds:
                 # vLLM hands the jobs of a step in at the beginning of the next.
                 if hold.steps < 2 or any(job > self._newest for job in hold.jobs):
                     continue
-                hold.question = self._ask(hold.jobs)
+                hold.question, hold.hurried = self._ask(hold.jobs, self._pressed), self._pressed
+            elif self._pressed and not hold.hurried:
+                hold.question, hold.hurried = self._ask(hold.jobs, True), True
             if hold.question.answered.is_set():
                 released.add(request_id)
         for request_id in released:
