@@ -33,6 +33,7 @@ def test_labels_are_bounded_words_and_never_vllms_own():
             "direction",
             "mode",
             "how",
+            "decision",
         }
         assert not {"model_name", "engine"} & set(metric.labels)
 

@@ -119,6 +119,8 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         self.manager.begin_lookup(request.request_id, num_computed_tokens)
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.manager.end_lookup(request.request_id, answer[0])
+        if answer[0] and not self.manager.pays(request, num_computed_tokens, answer[0]):
+            return 0, False
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -170,7 +172,9 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         if idle:
             self.manager.wait_if_asking()
         self.manager.preempted(scheduler_output.preempted_req_ids or ())
-        meta.step_note = StepNote(idle, jobs, self.manager.next_step(), self._is_pressed())
+        meta.step_note = StepNote(
+            idle, jobs, self.manager.next_step(vllm_api.spans(scheduler_output)), self._is_pressed()
+        )
         return meta
 
     def _is_pressed(self) -> bool:

@@ -69,7 +69,7 @@ class Config(BaseModel):
         32, ge=1, le=1_024, description="reads and writes in the kernel's hands at once, per worker"
     )
     io_workers: int = Field(
-        16, ge=1, le=1_024, description="how many of them it works on at once; copy_headroom more for reads"
+        12, ge=1, le=1_024, description="how many of them it works on at once; copy_headroom more for reads"
     )
     open_lookahead: int = Field(32, ge=1, le=4_096, description="files opened ahead of the reads, per worker")
     copy_headroom: int = Field(
@@ -116,6 +116,12 @@ class Config(BaseModel):
         le=1_000_000,
         description="blocks waiting to be stored, per engine; more are dropped and counted",
     )
+    gate: Literal["off", "static", "adaptive"] = Field(
+        "adaptive", description="which hits are loaded: all, by measured lengths, or where it is faster"
+    )
+    thresholds: str = Field(
+        "", description="file of measured thresholds, or a folder with one for each node (NODE_NAME)"
+    )
     load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute",
         description="what vLLM does with a request whose load failed (its kv_load_failure_policy)",
@@ -127,6 +133,8 @@ class Config(BaseModel):
             raise ValueError(f"root must be an absolute path, got {self.root!r}")
         if not self.root.isascii():
             raise ValueError("root must be an ASCII path (io_uring takes names only so)")
+        if self.thresholds and not os.path.isabs(self.thresholds):
+            raise ValueError(f"thresholds must be an absolute path, got {self.thresholds!r}")
         if self.file_mode & 0o600 != 0o600 or self.dir_mode & 0o700 != 0o700:
             raise ValueError(
                 "file_mode needs 0600 and dir_mode 0700 at least, or the owner cannot use its cache"

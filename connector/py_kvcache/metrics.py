@@ -35,7 +35,10 @@ def _counter(name: str, text: str, *labels: str) -> Metric:
 
 
 LOOKUPS = _counter(
-    "lookups", "Requests looked up, by result (hit, partial, miss, timeout, opt_out).", "result"
+    "lookups", "Requests looked up, by result (hit, partial, miss, declined, timeout, opt_out).", "result"
+)
+GATE = _counter(
+    "gate", "Hits by what the break-even gate decided (load, decline) and why.", "decision", "reason"
 )
 HIT_TOKENS = _counter("hit_tokens", "Prompt tokens loaded instead of computed, by tier.", "tier")
 MISSED_TOKENS = _counter("missed_tokens", "Prompt tokens that neither the engine nor the cache had.")

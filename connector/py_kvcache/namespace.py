@@ -235,6 +235,13 @@ class Spaces:
         """What config.json says."""
         return {**self._facts, "layouts": self._layouts, "epoch": self._epoch, "adapter": adapter}
 
+    def engine(self) -> str | None:
+        """Digest of what makes engines as fast as each other, for thresholds; None until it is known.
+
+        All that makes their blocks different, but for resets and adapters.
+        """
+        return None if self._layouts is None else digest({**self.fields(None), "epoch": ""})
+
     def name(self, adapter: str | None) -> str:
         """Folder name of the namespace. Call only when ``known``."""
         assert self._layouts is not None, (

@@ -86,6 +86,18 @@ class Failures:
     faults: dict[bytes, str]
 
 
+Meters = tuple[int, float]  # bytes, and seconds in which at least one transfer was under way
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a rank has read and written since its start, and the payload of one block, in bytes."""
+
+    reads: Meters
+    writes: Meters
+    block_bytes: int
+
+
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     """What a rank tells the scheduler each step, beyond the jobs it completed.
@@ -93,7 +105,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     Every rank sends one each step, so that ``aggregate`` never meets the stock class. ``layouts``
     describe the rank's KV tensors; sent until a step carried them. ``adapters`` say for each rank which
     LoRA adapters it has: after each change, and in steps that compute nothing, so that one that was lost
-    costs a miss.
+    costs a miss. ``step`` is the number of the step, as its StepNote has it.
     """
 
     failed_loads: dict[int, Failures] = field(default_factory=dict)
@@ -101,6 +113,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     samples: Samples = field(default_factory=Samples)
     layouts: tuple[dict[str, Any], ...] = ()
     adapters: dict[int, Held] = field(default_factory=dict)
+    paces: dict[int, Pace] = field(default_factory=dict)
+    step: int = 0
 
     def aggregate(self, other: OffloadingWorkerMetadata) -> WorkerReport:
         """Join another rank's report of the same step; called by vLLM's output aggregator."""
@@ -114,6 +128,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
             joined.samples.merge_rank(report.samples)
             joined.layouts += report.layouts
             joined.adapters.update(report.adapters)
+            joined.paces.update(report.paces)
+            joined.step = max(joined.step, report.step)
         return joined
 
 

@@ -317,6 +317,15 @@ def tokens_of_a_block(kv_cache_config: Any) -> int:
     return max(1, min(int(group.kv_cache_spec.block_size) for group in groups) // len(groups))
 
 
+def spans(scheduler_output: Any) -> list[tuple[int, int]]:
+    """For each request of a step, how many of its tokens are computed before and after it."""
+    counts = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+    return [(before.get(name, 0), before.get(name, 0) + count) for name, count in counts.items()]
+
+
 def is_idle(scheduler_output: Any) -> bool:
     """Whether a step computes nothing."""
     return not scheduler_output.total_num_scheduled_tokens

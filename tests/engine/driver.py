@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ class Driver:
         self.peak_slots = 0
         self.peak_fds = 0
         self.lookup_times: list[float] = []
+        self._decided: Counter[str] = Counter()
 
     # ---- commands
 
@@ -164,6 +166,15 @@ class Driver:
             core.step_fn()  # with asynchronous scheduling it is another than step()
             time.sleep(0.01)
         return {"drained": drained, **self.stats()}
+
+    def digest(self) -> str | None:
+        """What thresholds for this engine carry."""
+        digest: str | None = self.connector_scheduler.manager._names._spaces.engine()
+        return digest
+
+    def decisions(self) -> dict[str, float]:
+        """What the gate has decided of admitted requests since the start."""
+        return dict(self._decided)
 
     def stats(self) -> dict[str, Any]:
         counters = self.executor._parts.reactor.snapshot()
@@ -365,6 +376,14 @@ class Driver:
     # ---- observation
 
     def _watch(self) -> None:
+        gate = self.connector_scheduler.manager._gate
+        counted = gate.counted
+
+        def note(decision: Any) -> None:
+            self._decided[f"{'load' if decision.load else 'decline'}/{decision.reason.value}"] += 1
+            counted(decision)
+
+        gate.counted = note
         self.memory = KvMemory()
         executor = self.executor
         submit, settle = executor.submit_load, executor._settle

@@ -133,11 +133,12 @@ def engine_arguments(
             "kv_connector": "PyKvCacheConnector",
             "kv_connector_module_path": "py_kvcache.connector",
             "kv_role": "kv_both",
-            # A busy machine must not turn hits into misses.
+            # A busy machine must not turn hits into misses, nor a decision about times.
             "kv_connector_extra_config": {
                 "root": root,
                 "block_tokens": 64,
                 "lookup_deadline_s": 30,
+                "gate": "off",
                 **(extra or {}),
             },
         }

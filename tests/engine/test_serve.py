@@ -74,6 +74,7 @@ class TokenServer(Server):
                 "PYTHONDONTWRITEBYTECODE": "",
                 "PY_KVCACHE_ROOT": str(root),
                 "PY_KVCACHE_LOOKUP_DEADLINE_S": "30",
+                "PY_KVCACHE_GATE": "off",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 **environment,
             },

@@ -155,11 +155,12 @@ class Engine:
         self.folder, self.size, self.direct, self.depth = folder, size, direct, depth
         self.payload = size - FOOTER_BYTES
         assert file_bytes(self.payload) == size
-        plan = plan_slots(size, io_depth=depth, copy_headroom=COPY_HEADROOM)
+        # As the worker's defaults have it: twice as many are handed in as the kernel works on at once.
+        plan = plan_slots(size, io_depth=2 * depth, copy_headroom=COPY_HEADROOM)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waker: Inbox[None] = Inbox(self._wake)  # only its wake(), safe against a closed eventfd
-        entries = 2 * (depth + LOOKAHEAD) + 64  # as the worker has it
-        made, self.ring_note = make_ring(ring, entries, depth + COPY_HEADROOM, self._wake, folder)
+        entries = 2 * (2 * depth + LOOKAHEAD) + 64
+        made, self.ring_note = make_ring(ring, entries, depth, self._wake, folder)
         self.ring = TimedRing(made)
         self._publisher = Publisher(
             FileOps(),
@@ -178,7 +179,7 @@ class Engine:
                 payload_bytes=self.payload,
                 file_bytes=size,
                 io_depth=plan.io_depth,
-                store_depth=plan.io_depth,
+                store_depth=max(1, depth - COPY_HEADROOM),
                 open_lookahead=LOOKAHEAD,
                 max_queued_stores=1_000_000,
                 direct=direct,

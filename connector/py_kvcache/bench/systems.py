@@ -159,7 +159,8 @@ def _as_text(value: object) -> str:
 
 
 def _py_kvcache(place: Place) -> dict[str, Any]:
-    extra = {"root": place.folder, **place.options}
+    # The data path is what is measured; whether to use it is another question, and gate=adaptive asks it.
+    extra = {"root": place.folder, "gate": "off", **place.options}
     return _connector(place, "PyKvCacheConnector", extra, kv_connector_module_path="py_kvcache.connector")
 
 

@@ -17,14 +17,18 @@ from py_kvcache.errors import Fault
 from py_kvcache.namespace import Spaces
 from py_kvcache.plan import Failures, TransferPlan, WorkerReport
 from py_kvcache.scheduler.adapters import Adapters
+from py_kvcache.scheduler.gate import Gate, Hit
 from py_kvcache.scheduler.known import Known
 from py_kvcache.scheduler.lookup import Index
 from py_kvcache.scheduler.lookups import Lookups
 from py_kvcache.scheduler.names import Names
+from py_kvcache.scheduler.policy import Mode
 from py_kvcache.scheduler.postponed import Postponed
+from py_kvcache.scheduler.prefill import Span
 from py_kvcache.scheduler.probe import Prober
 from py_kvcache.scheduler.requests import RequestState
 from py_kvcache.scheduler.storing import Storing
+from py_kvcache.scheduler.thresholds import ThresholdsFile
 from py_kvcache.scheduler.waiting import Waiting
 from py_kvcache.vllm_api import (
     LookupResult,
@@ -66,6 +70,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         known = Known(config, self._names, self._adapters, self._index, self._postponed, self._count)
         self._lookups = Lookups(known, self._requests, self._prober, parts)
         self._storing = Storing(known)
+        file = ThresholdsFile(config.thresholds, spaces.engine, self._prober.run)
+        self._gate = Gate(Mode(config.gate), config.block_tokens, config.read_bytes_per_s, file.current)
         # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
         # blocks, later versions after.
         self._ended: list[RequestState] = []
@@ -102,12 +108,17 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             return
         self._lookups.forget(state)
         self._waiting.leave(req_context.req_id)
+        self._gate.pace.forget(req_context.req_id)
         state.request_id = req_context.req_id
         self._ended.append(state)
 
-    def next_step(self) -> int:
-        """Number of the step whose message to the workers is put together now."""
+    def next_step(self, spans: Iterable[Span] = ()) -> int:
+        """Number of the step whose message to the workers is put together now.
+
+        ``spans``: for each request in it, how many tokens are computed before and after it.
+        """
         self._step += 1
+        self._gate.prefill.step_began(self._step, spans, self._clock())
         return self._step
 
     def on_schedule_end(self, context: Any) -> None:
@@ -121,11 +132,21 @@ class Manager(OffloadingManager):  # type: ignore[misc]
 
     def allocated(self, request: RequestFacts, external_tokens: int) -> None:
         """The request was admitted to run: count what it got from us, once."""
-        self._waiting.admit(request.request_id)
-        state = self._requests.get(request.request_id)
-        if state is None or state.counted:
+        name, pace = request.request_id, self._gate.pace
+        self._waiting.admit(name)
+        state = self._requests.get(name)
+        if state is None:
+            return
+        if external_tokens and not pace.is_planned(name):
+            hit = Hit(request.num_prompt_tokens, state.local_tokens, state.local_tokens + external_tokens)
+            pace.planned(name, self._gate.load_bytes(hit), self._clock())
+        if state.counted:
             return
         state.counted = True
+        decision = state.decision
+        if decision is not None:
+            self._gate.counted(decision)
+            self._count(metrics.GATE, 1, "load" if decision.load else "decline", decision.reason.value)
         missed = max(0, request.num_prompt_tokens - external_tokens - state.local_tokens)
         result = "hit" if external_tokens else "miss"
         if external_tokens and missed >= self._config.block_tokens:
@@ -134,6 +155,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             result = "opt_out"
         elif state.gave_up:
             result = "timeout"
+        elif decision is not None and not decision.load:
+            result = "declined"
         self._samples.add(metrics.LOOKUPS, 1, result)
         self._samples.add(metrics.HIT_TOKENS, external_tokens, "disk")
         self._samples.add(metrics.MISSED_TOKENS, missed)
@@ -170,6 +193,15 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if state is not None:
             self._lookups.end(request_id, state, tokens)
 
+    def pays(self, request: RequestFacts, local_tokens: int, external_tokens: int) -> bool:
+        """Whether to load what a look-up found; else all of it is computed."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return True
+        hit = Hit(request.num_prompt_tokens, local_tokens, local_tokens + external_tokens)
+        state.decision = self._gate.judge(hit, state.decision, self._clock())
+        return state.decision.load
+
     def wait_if_asking(self) -> None:
         """In a step that computes nothing: until the file system answers, or a moment."""
         self._lookups.wait_if_asking()
@@ -202,6 +234,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """vLLM: a load job ended on all ranks; failures came before, with note_report()."""
+        self._gate.pace.ended(req_context.req_id, self._clock())
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """vLLM: a store job ended on all ranks; failures came before, with note_report()."""
@@ -220,6 +253,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if report.layouts:
             self._names.set_layouts(report.layouts)
         self._adapters.heard(report.adapters)
+        self._gate.pace.heard(report.paces, now)
+        if report.step:
+            self._gate.prefill.step_ended(report.step, now)
         for failures in report.failed_loads.values():
             self._note_failed_load(failures, now)
             self._samples.add(metrics.RECOMPUTED_BLOCKS, len(failures.faults))

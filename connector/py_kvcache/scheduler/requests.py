@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from py_kvcache import vllm_api
 from py_kvcache.plan import Adapter
+from py_kvcache.scheduler.policy import Decision
 
 if TYPE_CHECKING:
     from py_kvcache.scheduler.adapters import AdapterQuestion
@@ -76,6 +77,7 @@ class RequestState:
     sure: frozenset[bytes] = frozenset()
     offered_again: bool = False
     counted: bool = False
+    decision: Decision | None = None  # the gate's, of the last look-up that found something
     local_tokens: int = 0
     _positions: dict[bytes, int] = field(default_factory=dict)
 

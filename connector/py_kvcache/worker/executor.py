@@ -16,9 +16,10 @@ from py_kvcache.adapters import Book
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, part_dir
-from py_kvcache.plan import Failures, StepNote, TransferPlan, WorkerReport
+from py_kvcache.plan import Failures, Pace, StepNote, TransferPlan, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
 from py_kvcache.worker import assembly
+from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.device import regions_of
 from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.holds import Holds
@@ -68,7 +69,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     ) -> None:
         self._config, self._part, self._writes = config, part, writes
         self._per_chunk, self._rank, self._adapters = blocks_per_chunk, rank, adapters
-        self._parts = build(config, kv_caches, PageMap(regions_of(kv_caches, 0), blocks_per_chunk), rank)
+        pages = PageMap(regions_of(kv_caches, 0), blocks_per_chunk)
+        self._block_bytes = pages.payload_bytes
+        self._parts = build(config, kv_caches, pages, rank)
         self._parts.reactor.start()
         self._jobs: dict[int, _Submitted] = {}
         self._refused: list[JobResult] = []
@@ -133,6 +136,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         parts = self._parts
         self._quarantined += sum(outcome.removed for outcome in parts.publisher.outcomes())
         counters = parts.reactor.snapshot()
+        report.paces = {self._rank: self._pace(counters)}
+        report.step = self._step
         fallbacks = {**parts.fallbacks, **({"buffered": ""} if counters.direct_refused else {})}
         report.samples = self._reporter.samples(
             counters, fallbacks, parts.publisher.paused, self._quarantined
@@ -167,6 +172,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             self._parts.trace.complete("forward", "engine", begin * 1e6, (now - begin) * 1e6, "engine")
 
     # ---- inside
+
+    def _pace(self, counters: Counters) -> Pace:
+        reads, writes = counters.reads, counters.writes
+        return Pace((reads.bytes, reads.busy), (writes.bytes, writes.busy), self._block_bytes)
 
     def _ask_about(self, jobs: frozenset[int], pressed: bool) -> Flush:
         patience = HOLD_PATIENCE_S if pressed else self._config.store_deadline_s
