@@ -209,21 +209,35 @@ def bench_timeline(
     "policy",
     epilog="Examples:\n\n`py-kvcache bench policy`\n\n"
     "`py-kvcache bench policy --capacity 365 --picture policy.png`\n\n"
+    "`py-kvcache bench policy --prefill 0=0,8192=0.4,65536=6 --token-bytes 131072`\n\n"
     "`py-kvcache bench policy --json | jq .mean_read_share`",
 )
 def bench_policy(
     capacity: Annotated[int, typer.Option(min=20, help="Blocks that the memory holds.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the traces that are drawn by chance.")] = 1,
+    prefill: Annotated[
+        str,
+        typer.Option(metavar="N=S,...", help="Seconds to compute N tokens; default: 3B on an H200."),
+    ] = "",
+    token_bytes: Annotated[int, typer.Option(min=1, help="KV cache of one token.")] = 114_688,
     picture: Annotated[str | None, typer.Option(metavar="FILE", help="PNG to draw.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay made-up traces with each policy of the memory tier (memory_tier) and the best possible one.
+    """Replay made-up traces with each policy of the memory tier (memory_tier), and requests with each gate.
 
-    No volume and no engine is needed: what is told is the share of the used blocks that would have been read.
+    No volume and no engine is needed. Of the tier it tells the share of the used blocks that would have been
+    read; of the gate the mean time to first token in a simulated engine, whose storage reads 12 GB/s and
+    from half-way on 1.2.
     """
     from py_kvcache.bench import policy as tool
+    from py_kvcache.bench.gatesim import MEASURED
+    from py_kvcache.tools.explain import parse_points
 
     with failures(tool.SCHEMA, as_json):
         with steps() as on_progress:
-            report = tool.run(capacity=capacity, seed=seed, picture=picture, on_progress=on_progress)
+            points = parse_points(prefill) if prefill else MEASURED
+            report = tool.run(
+                capacity=capacity, seed=seed, prefill=points, token_bytes=token_bytes, picture=picture,
+                on_progress=on_progress,
+            )  # fmt: skip
         answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))

@@ -6,24 +6,31 @@ import statistics
 
 import pytest
 
-from py_kvcache.bench.gatesim import Arrival, Machine, Simulation, make_arrivals, make_gate
+from py_kvcache.bench.gatesim import (
+    FAST,
+    MEASURED,
+    SLOW,
+    TOKEN_BYTES,
+    Arrival,
+    Machine,
+    Simulation,
+    make_arrivals,
+    make_gate,
+    replay,
+)
 from py_kvcache.curves import Curve
 from py_kvcache.models import Thresholds
 
-# An H200 and Llama 3.2 3B (docs/performance.md): tokens, seconds.
-POINTS = ((0, 0.0), (10_000, 0.126), (40_000, 0.81), (80_000, 2.2))
-TOKEN_BYTES = 114_688
 COUNT, EVERY_S = 600, 1.5
-FAST, SLOW = 12e9, 1.2e9
 
 
 def machine(rates: list[tuple[float, float]]) -> Machine:
-    return Machine(Curve.of(POINTS), rates, TOKEN_BYTES)
+    return Machine(Curve.of(MEASURED), rates, TOKEN_BYTES)
 
 
 def calibrated() -> Thresholds:
     return Thresholds.model_validate(
-        {"schema": "py-kvcache/thresholds/1", "engine": "0" * 16, "prefill": POINTS}
+        {"schema": "py-kvcache/thresholds/1", "engine": "0" * 16, "prefill": MEASURED}
     )
 
 
@@ -67,5 +74,15 @@ def test_without_hits_all_ways_are_one():
     storage = machine([(0.0, FAST)])
     times = [Simulation(storage, None, always=way).run(arrivals) for way in (True, False)]
     assert times[0] == times[1]
-    curve = Curve.of(POINTS)
+    curve = Curve.of(MEASURED)
     assert times[0][1] == pytest.approx(curve(8192) + curve(40_000) - 0.01)
+
+
+def test_the_report_compares_the_ways_on_the_same_requests():
+    rows = {row["gate"]: row for row in replay(2, count=300).records()}
+    assert list(rows) == ["always", "never", "adaptive, calibrated", "adaptive, learning"]
+    whole = {way: row["mean_ttft_s_whole"] for way, row in rows.items()}
+    assert whole["adaptive, calibrated"] == pytest.approx(whole["adaptive, learning"], rel=0.05)
+    assert whole["adaptive, learning"] < min(whole["always"], whole["never"])
+    assert rows["never"]["loaded_requests"] == 0 < rows["adaptive, learning"]["loaded_requests"]
+    assert rows["adaptive, learning"]["loaded_requests"] < rows["always"]["loaded_requests"] <= 300

@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
 from py_kvcache.curves import Curve
-from py_kvcache.models import Thresholds
+from py_kvcache.models import THRESHOLDS_SCHEMA, Thresholds
 from py_kvcache.plan import Pace
 from py_kvcache.scheduler.gate import Gate, Hit
 from py_kvcache.scheduler.policy import Decision, Mode
@@ -98,9 +98,6 @@ class _Storage:
             nbytes += whole if end <= now else whole * (now - begin) / (end - begin)
         block = self.machine.token_bytes * self.machine.block_tokens
         return Pace((int(nbytes), busy), (0, 0.0), block)
-
-
-Choose = Callable[[Hit, float], bool]
 
 
 class Simulation:
@@ -208,3 +205,62 @@ def make_arrivals(
         hit = prompt * 3 // 4 // 256 * 256 if source.random() < 0.75 else 0
         made.append(Arrival(at, prompt, hit))
     return made
+
+
+# An H200 with Llama 3.2 3B in fp16 (docs/performance.md): seconds to compute so many tokens.
+MEASURED: Final = ((0.0, 0.0), (10_000.0, 0.126), (40_000.0, 0.81), (80_000.0, 2.2))
+TOKEN_BYTES: Final = 114_688
+FAST, SLOW = 12e9, 1.2e9
+WAYS: Final = ("always", "never", "adaptive, calibrated", "adaptive, learning")
+_LEFT_OUT: Final = 32  # requests at the begin, in which the learning one learns
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The same requests in each way; storage reads ``SLOW`` instead of ``FAST`` from ``drop_at`` on."""
+
+    arrivals: Sequence[Arrival]
+    drop_at: float
+    ttft: dict[str, list[float]]
+    loaded: dict[str, int]
+
+    def records(self) -> list[dict[str, float | str | int]]:
+        """A row for each way: mean TTFT in seconds before and after the drop, and of all."""
+        half = len(self.arrivals) // 2
+        rows: list[dict[str, float | str | int]] = []
+        for way, times in self.ttft.items():
+            parts = {
+                "fast_storage": times[_LEFT_OUT:half],
+                "slow_storage": times[half:],
+                "whole": times[_LEFT_OUT:],
+            }
+            means = {f"mean_ttft_s_{name}": sum(part) / len(part) for name, part in parts.items()}
+            rows.append({"gate": way, **means, "loaded_requests": self.loaded[way]})
+        return rows
+
+
+def replay(
+    seed: int = 1,
+    *,
+    points: Sequence[tuple[float, float]] = MEASURED,
+    token_bytes: int = TOKEN_BYTES,
+    count: int = 600,
+    every_s: float = 1.5,
+) -> Replay:
+    """Serve the same requests in each way."""
+    arrivals = make_arrivals(seed, count=count, every_s=every_s)
+    drop_at = arrivals[count // 2].at
+    machine = Machine(Curve.of(points), [(0.0, FAST), (drop_at, SLOW)], token_bytes)
+    calibrated = Thresholds.model_validate(
+        {"schema": THRESHOLDS_SCHEMA, "engine": "0" * 16, "prefill": tuple(points)}
+    )
+    gates = {"adaptive, calibrated": calibrated, "adaptive, learning": None}
+    ttft, loaded = {}, {}
+    for way in WAYS:
+        gate = make_gate(machine, gates[way]) if way in gates else None
+        simulation = Simulation(machine, gate, always=way == "always")
+        ttft[way] = simulation.run(arrivals)
+        hits = sum(arrival.hit_tokens > 0 for arrival in arrivals)
+        chosen = sum(decision is not None and decision.load for decision in simulation.decisions)
+        loaded[way] = chosen if gate is not None else hits if way == "always" else 0
+    return Replay(arrivals, drop_at, ttft, loaded)

@@ -1,11 +1,12 @@
-"""`bench policy`: what each policy of the memory tier would have to read, on traces made from a seed.
+"""`bench policy`: what each policy of the memory tier would have to read, and what the gate would load.
 
-No file, no engine: the policies are the worker's own classes. *optimum* is Belady's choice, which sees the
-whole future; *none* keeps nothing.
+No file, no engine: the policies are the worker's own classes, the gate is the scheduler's, in a simulated
+engine (gatesim.py). *optimum* is Belady's choice, which sees the whole future; *none* keeps nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from py_kvcache import __version__
+from py_kvcache.bench.gatesim import MEASURED, TOKEN_BYTES, Replay, replay
 from py_kvcache.errors import KvCacheError
 from py_kvcache.worker.retention import Key, Retention, make_retention
 
 SCHEMA: Final = "py-kvcache/bench-policy/1"
 POLICIES: Final = ("lru", "arc", "lirs")
 _NEVER = 1 << 62
+_MEAN_OF: Final = 25  # requests, for a line that can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +162,20 @@ class Optimum:
 
 
 def run(
-    *, capacity: int = 200, seed: int = 1, picture: str | None = None, on_progress: Any = None
+    *,
+    capacity: int = 200,
+    seed: int = 1,
+    prefill: Sequence[tuple[float, float]] = MEASURED,
+    token_bytes: int = TOKEN_BYTES,
+    picture: str | None = None,
+    on_progress: Any = None,
 ) -> dict[str, Any]:
-    """Replay all traces with all policies.
+    """Replay all traces with all policies, and serve a simulated engine with each gate.
 
     Args:
         capacity: blocks that the memory holds; traces are as large in proportion.
+        prefill: points (tokens, seconds) of computing a prompt, of the simulated engine.
+        token_bytes: of KV cache, there.
         picture: PNG file to draw, None for none.
     Raises:
         KvCacheError: matplotlib is missing. OSError: the picture cannot be written.
@@ -174,12 +185,15 @@ def run(
     results: list[dict[str, Any]] = []
     for number, (name, make) in enumerate(TRACES.items()):
         if on_progress is not None:
-            on_progress(number, len(TRACES), name)
+            on_progress(number, len(TRACES) + 1, name)
         trace = make(capacity, random.Random(seed))
         shares = {"none": 1.0, "optimum": read_share(Optimum(capacity, trace), trace)}
         shares |= {kind: read_share(make_retention(kind, capacity), trace) for kind in POLICIES}
         results.append({"trace": name, **{f"read_share_{kind}": share for kind, share in shares.items()}})
     means = {kind: sum(row[f"read_share_{kind}"] for row in results) / len(results) for kind in POLICIES}
+    if on_progress is not None:
+        on_progress(len(TRACES), len(TRACES) + 1, "gate")
+    served = replay(seed, points=prefill, token_bytes=token_bytes)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "py_kvcache": __version__,
@@ -188,22 +202,23 @@ def run(
         "traces": results,
         "mean_read_share": means,
         "best": min(means, key=means.__getitem__),
+        "gate": served.records(),
     }
     if picture is not None:
-        draw(report, picture)
+        draw(report, served, picture)
         report["picture"] = os.path.abspath(picture)
     return report
 
 
-def draw(report: Mapping[str, Any], path: str) -> None:
-    """Bars: the share of blocks read, by trace and policy."""
+def draw(report: Mapping[str, Any], served: Replay, path: str) -> None:
+    """Bars: the share of blocks read, by trace and policy. Lines: TTFT in the simulated engine."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise KvCacheError("a picture needs matplotlib: pip install 'py-kvcache[bench]'") from error
     kinds = (*POLICIES, "optimum")
-    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(10.0, 8.0), layout="constrained")
+    axes, lines = figure.subplots(2)
     for number, kind in enumerate(kinds):
         at = [row + (number - 1.5) * 0.2 for row in range(len(report["traces"]))]
         axes.bar(at, [row[f"read_share_{kind}"] for row in report["traces"]], 0.19, label=kind)
@@ -211,4 +226,19 @@ def draw(report: Mapping[str, Any], path: str) -> None:
     axes.set_ylabel("share of used blocks that had to be read")
     axes.set_title(f"Memory of {report['capacity_blocks']} blocks, second half of each trace")
     axes.legend()
+    times = [arrival.at for arrival in served.arrivals]
+    for way, ttft in served.ttft.items():
+        lines.plot(times, _running_mean(ttft), label=way)
+    lines.axvline(served.drop_at, color="black", linestyle=":", label="storage becomes ten times slower")
+    lines.set_yscale("log")
+    lines.set_xlabel("seconds")
+    lines.set_ylabel(f"TTFT in s, mean of {_MEAN_OF}")
+    lines.set_title("A simulated engine: which hits are loaded")
+    lines.legend()
     figure.savefig(path, dpi=130)
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    sums = [0.0, *itertools.accumulate(values)]
+    starts = [max(0, n - _MEAN_OF) for n in range(1, len(sums))]
+    return [(sums[n + 1] - sums[start]) / (n + 1 - start) for n, start in enumerate(starts)]
