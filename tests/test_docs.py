@@ -15,14 +15,17 @@ DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"
 README = (REPOSITORY / "README.md").read_text()
 OPERATIONS = (REPOSITORY / "docs" / "operations.md").read_text()
 # How a default is written in the table where repr() is not how a person writes it.
-WRITTEN = {True: "on", False: "off", None: "`io_depth` + `copy_headroom` slots"}
+WRITTEN = {True: "on", False: "off"}
+COMPUTED = {"staging_bytes": "`io_depth` + `copy_headroom` slots", "preload_bytes": "half of `memory_bytes`"}
 
 
 def written(key: str) -> str:
     default = Config.model_fields[key].default
     if key.endswith("_mode"):
         return f"0{default:o}"
-    if isinstance(default, bool) or default is None:
+    if default is None:
+        return COMPUTED[key]
+    if isinstance(default, bool):
         return WRITTEN[default]
     if isinstance(default, float):
         return f"{default:.2f}" if default < 1 else f"{default:g}"

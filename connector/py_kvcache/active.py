@@ -172,9 +172,8 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         if idle:
             self.manager.wait_if_asking()
         self.manager.preempted(scheduler_output.preempted_req_ids or ())
-        meta.step_note = StepNote(
-            idle, jobs, self.manager.next_step(vllm_api.spans(scheduler_output)), self._is_pressed()
-        )
+        number = self.manager.next_step(vllm_api.spans(scheduler_output))
+        meta.step_note = StepNote(idle, jobs, number, self._is_pressed(), self.manager.wants())
         return meta
 
     def _is_pressed(self) -> bool:

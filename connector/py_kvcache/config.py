@@ -84,6 +84,17 @@ class Config(BaseModel):
     memory_tier: Literal["none", "lru", "arc", "lirs"] = Field(
         "lirs", description="which blocks stay in that memory"
     )
+    preload: Literal["off", "on", "alone"] = Field(
+        "on",
+        description="read what waiting requests will want into that memory; alone: one request at a time, "
+        "and only while no load is under way",
+    )
+    preload_requests: int = Field(
+        8, ge=1, le=1_024, description="how many waiting requests are looked up ahead"
+    )
+    preload_bytes: int | None = Field(
+        None, ge=0, description="how much of memory_bytes preloads may take; default: half of it"
+    )
     direct_io: Literal["auto", "on", "off"] = Field(
         "auto", description="O_DIRECT: auto tries it on the real folder"
     )
@@ -145,6 +156,15 @@ class Config(BaseModel):
                 f"store_resume_at ({resume}) must not be above store_stop_at ({stop}); lower it too"
             )
         return self
+
+    def preload_blocks(self, file_bytes: int) -> int:
+        """How many block files preloads may hold in memory, per worker."""
+        if self.preload == "off" or self.memory_tier == "none":
+            return 0
+        half = self.memory_bytes // 2
+        return (
+            half if self.preload_bytes is None else min(self.preload_bytes, self.memory_bytes)
+        ) // file_bytes
 
     @property
     def root_path(self) -> str:

@@ -50,6 +50,12 @@ LOADS_WITHOUT_READ = _counter(
     "served several requests).",
     "how",
 )
+PRELOADS = _counter(
+    "preloads",
+    "Storage blocks read for waiting requests, by what became of them (claimed by a load, wasted: nobody "
+    "wanted them after all, cancelled: the read was given up or failed).",
+    "result",
+)
 LOAD_SECONDS = _counter("load_seconds", "Seconds from submission to completion, summed over load jobs.")
 STORE_BYTES = _counter("store_bytes", "Bytes copied from the device and published as files.")
 STORE_BLOCKS = _counter("store_blocks", "Storage blocks published.")

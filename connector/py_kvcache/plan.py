@@ -70,12 +70,26 @@ class StepNote:
         number: counts the steps, so that the scheduler can tell which one a report belongs to: with
             asynchronous scheduling it comes one or more steps later.
         pressed: blocks that are kept may be what another request waits for.
+        wants: what waiting requests will want, most urgent first; None if that has not changed.
     """
 
     idle: bool
     held: dict[str, frozenset[int]]
     number: int = 0
     pressed: bool = True
+    wants: tuple[Want, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Blocks that a waiting request will probably load, in chain order.
+
+    ``number`` tells it from all others of this engine, also from an earlier one of the same request.
+    """
+
+    number: int
+    space: str
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     Every rank sends one each step, so that ``aggregate`` never meets the stock class. ``layouts``
     describe the rank's KV tensors; sent until a step carried them. ``adapters`` say for each rank which
     LoRA adapters it has: after each change, and in steps that compute nothing, so that one that was lost
-    costs a miss. ``step`` is the number of the step, as its StepNote has it.
+    costs a miss. ``resident`` says for each rank, when it changed, how many blocks of each Want it has in
+    memory. ``step`` is the number of the step, as its StepNote has it.
     """
 
     failed_loads: dict[int, Failures] = field(default_factory=dict)
@@ -114,6 +129,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     layouts: tuple[dict[str, Any], ...] = ()
     adapters: dict[int, Held] = field(default_factory=dict)
     paces: dict[int, Pace] = field(default_factory=dict)
+    resident: dict[int, dict[int, int]] = field(default_factory=dict)
     step: int = 0
 
     def aggregate(self, other: OffloadingWorkerMetadata) -> WorkerReport:
@@ -129,6 +145,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
             joined.layouts += report.layouts
             joined.adapters.update(report.adapters)
             joined.paces.update(report.paces)
+            joined.resident.update(report.resident)
             joined.step = max(joined.step, report.step)
         return joined
 

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     RequestOffloadingContext,
     TransferResult,
+    make_offload_key,
 )
 
 from py_kvcache import SUPPORTED_VLLM
@@ -315,6 +316,11 @@ def tokens_of_a_block(kv_cache_config: Any) -> int:
     """Tokens of a request for each block of vLLM's pool; with several groups it takes one in each."""
     groups = kv_cache_config.kv_cache_groups
     return max(1, min(int(group.kv_cache_spec.block_size) for group in groups) // len(groups))
+
+
+def key_of(block_hash: bytes) -> bytes:
+    """vLLM's key of a block in the first group."""
+    return bytes(make_offload_key(block_hash, 0))
 
 
 def spans(scheduler_output: Any) -> list[tuple[int, int]]:

@@ -139,7 +139,7 @@ def test_options_of_a_variant_go_above_those_of_its_system_and_reach_the_engine(
     assert plain.options == {"block_tokens": 64, "io_depth": 8}
     assert variant.options == {"block_tokens": 64, "io_depth": 32, "checksum": False, "ring": "threads"}
     transfer = variant.system.engine(Place("/cache", "bench-1", variant.options))["kv_transfer_config"]
-    assert transfer["kv_connector_extra_config"] == {"root": "/cache", **variant.options}
+    assert transfer["kv_connector_extra_config"] == {"root": "/cache", "gate": "off", **variant.options}
     assert transfer["engine_id"] == "bench-1"
 
 

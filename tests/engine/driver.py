@@ -186,6 +186,7 @@ class Driver:
             "loaded_blocks": counters.loaded_blocks,
             "reads": counters.reads.count,
             "without_read": counters.without_read,
+            "preloads": counters.preloads,
             "loaded_bytes": counters.loaded_bytes,
             "stored_blocks": counters.stored_blocks,
             "existed": counters.existed,

@@ -29,7 +29,7 @@ def cold(tiny: str) -> dict[int, Any]:
 @pytest.fixture(scope="module", params=["none", "lirs"])
 def warm(tiny: str, root: Path, request: pytest.FixtureRequest) -> Iterator[Session]:
     """The second engine finds the files of the first."""
-    extra = {"memory_tier": request.param, "memory_bytes": 64 << 20}
+    extra = {"memory_tier": request.param, "memory_bytes": 64 << 20, "preload": "off"}
     with engine(engine_arguments(tiny, str(root), extra=extra)) as session:
         session.policy = request.param  # type: ignore[attr-defined]
         yield session

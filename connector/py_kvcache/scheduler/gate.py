@@ -32,11 +32,13 @@ class Hit:
     Attributes:
         gpu_tokens: the engine's own prefix cache has so many.
         hit_tokens: it and our cache have so many together.
+        memory_blocks: so many of them need no read.
     """
 
     prompt_tokens: int
     gpu_tokens: int
     hit_tokens: int
+    memory_blocks: int = 0
 
 
 class Gate:
@@ -72,15 +74,20 @@ class Gate:
         log.debug("py-kvcache: %s for %s: %s", decision, hit, inputs)
         return decision
 
+    def is_likely(self, hit: Hit, now: float) -> bool:
+        """Whether a request that waits would load this, as things are; reading it would tell the rate."""
+        decision = decide(self.mode, self._inputs(hit, now, self._thresholds(now)))
+        return decision.load or (decision.reason is Reason.UNKNOWN and decision.load_s is None)
+
     def counted(self, decision: Decision) -> None:
         """The request was admitted with this decision; once for each."""
         if decision.reason is Reason.PROBE and decision.load_s is not None and decision.saved_s is not None:
             self._staked_s += max(0.0, decision.load_s - decision.saved_s)
 
     def load_bytes(self, hit: Hit) -> int:
-        """Per rank: whole blocks, also where the engine has a part of the first."""
+        """To be read, per rank: whole blocks, also where the engine has a part of the first."""
         first, last = hit.gpu_tokens // self._block_tokens, -(-hit.hit_tokens // self._block_tokens)
-        return (last - first) * self.pace.block_bytes
+        return max(0, last - first - hit.memory_blocks) * self.pace.block_bytes
 
     def _inputs(self, hit: Hit, now: float, file: Thresholds | None) -> GateInputs:
         prefill: Curve | Prefill | None = None

@@ -42,6 +42,7 @@ class Lookups:
         self._now = 0.0
         self._asking: dict[int, str] = {}  # ticket -> request
         self._tickets = itertools.count(1)
+        self.answered = 0  # questions, so far
         # The file system owes an answer for longer than a look-up may take: nobody waits for it then.
         self._hung = False
         self._ask_again_at = 0.0
@@ -106,12 +107,23 @@ class Lookups:
         elif state.waits_since is None:
             state.waits_since = self._now
         if state.unknown and state.ticket is None and state.space is not None:
-            state.ticket = next(self._tickets)
-            state.asked = list(state.unknown)
-            self._asking[state.ticket] = request_id
-            self._prober.ask(
-                ChainQuestion(state.ticket, self._config.root_path, state.space, self._parts, state.asked)
-            )
+            self._ask(request_id, state, state.unknown)
+
+    def _ask(self, request_id: str, state: RequestState, keys: list[bytes]) -> None:
+        assert state.space is not None
+        state.ticket = next(self._tickets)
+        state.asked = list(keys)
+        self._asking[state.ticket] = request_id
+        self._prober.ask(
+            ChainQuestion(state.ticket, self._config.root_path, state.space, self._parts, state.asked)
+        )
+
+    def foresee(self, request_id: str, state: RequestState, keys: list[bytes], now: float) -> None:
+        """Ask about blocks of a request that vLLM has not asked about yet."""
+        stale = now >= state.absent_until
+        if state.ticket is not None or self._hung or (keys[0] in state.absent and not stale):
+            return
+        self._ask(request_id, state, keys)
 
     def wait_if_asking(self) -> None:
         """See Manager.wait_if_asking."""
@@ -132,6 +144,7 @@ class Lookups:
         self._now = now
         for answer in self._prober.answers():
             self._hung = False
+            self.answered += 1
             if answer.code:
                 self._known.count(metrics.PROBE_ERRORS, 1, errno.errorcode.get(answer.code, "other"))
             state = self._requests.get(self._asking.pop(answer.ticket, ""))

@@ -15,8 +15,9 @@ from py_kvcache import metrics
 from py_kvcache.config import Config
 from py_kvcache.errors import Fault
 from py_kvcache.namespace import Spaces
-from py_kvcache.plan import Failures, TransferPlan, WorkerReport
+from py_kvcache.plan import Failures, TransferPlan, Want, WorkerReport
 from py_kvcache.scheduler.adapters import Adapters
+from py_kvcache.scheduler.foresight import Foresight
 from py_kvcache.scheduler.gate import Gate, Hit
 from py_kvcache.scheduler.known import Known
 from py_kvcache.scheduler.lookup import Index
@@ -72,6 +73,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._storing = Storing(known)
         file = ThresholdsFile(config.thresholds, spaces.engine, self._prober.run)
         self._gate = Gate(Mode(config.gate), config.block_tokens, config.read_bytes_per_s, file.current)
+        self._foresight = Foresight(known, self._requests, self._waiting, self._lookups, self._gate)
         # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
         # blocks, later versions after.
         self._ended: list[RequestState] = []
@@ -138,7 +140,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if state is None:
             return
         if external_tokens and not pace.is_planned(name):
-            hit = Hit(request.num_prompt_tokens, state.local_tokens, state.local_tokens + external_tokens)
+            total = state.local_tokens + external_tokens
+            in_memory = self._foresight.in_memory(state)
+            hit = Hit(request.num_prompt_tokens, state.local_tokens, total, in_memory)
             pace.planned(name, self._gate.load_bytes(hit), self._clock())
         if state.counted:
             return
@@ -165,6 +169,12 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         """Whether blocks of the request may still be on their way to storage, or go there."""
         state = self._requests.get(request_id)
         return state is not None and state.store
+
+    def wants(self) -> tuple[Want, ...] | None:
+        """What waiting requests will want, for the workers; None if nothing has changed."""
+        now = self._clock()
+        self._lookups.take_answers(now)
+        return self._foresight.wants(now)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """vLLM took these requests' blocks for others; they wait again."""
@@ -198,7 +208,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests.get(request.request_id)
         if state is None:
             return True
-        hit = Hit(request.num_prompt_tokens, local_tokens, local_tokens + external_tokens)
+        total = local_tokens + external_tokens
+        hit = Hit(request.num_prompt_tokens, local_tokens, total, self._foresight.in_memory(state))
         state.decision = self._gate.judge(hit, state.decision, self._clock())
         return state.decision.load
 
@@ -254,6 +265,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             self._names.set_layouts(report.layouts)
         self._adapters.heard(report.adapters)
         self._gate.pace.heard(report.paces, now)
+        self._foresight.heard(report.resident)
         if report.step:
             self._gate.prefill.step_ended(report.step, now)
         for failures in report.failed_loads.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from py_kvcache.plan import Meters, Pace
@@ -92,6 +92,10 @@ class LoadPace:
         ahead = max(0.0, self._free_at - now) if self._planned else 0.0
         self._planned[request_id] = now, ahead, nbytes
         self._free_at = now + ahead + (nbytes / rate if rate else 0.0)
+
+    def loading(self) -> Iterator[str]:
+        """Requests whose loads are under way, in the order in which these began."""
+        return iter(self._planned)
 
     def is_planned(self, request_id: str) -> bool:
         """Whether a load of the request is under way."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from py_kvcache import vllm_api
-from py_kvcache.plan import Adapter
+from py_kvcache.plan import Adapter, Want
 from py_kvcache.scheduler.policy import Decision
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class RequestState:
     sure: frozenset[bytes] = frozenset()
     offered_again: bool = False
     counted: bool = False
+    want: Want | None = None  # what the workers were told of it
     decision: Decision | None = None  # the gate's, of the last look-up that found something
     local_tokens: int = 0
     _positions: dict[bytes, int] = field(default_factory=dict)
@@ -93,6 +94,13 @@ class RequestState:
     def adapter_note(self) -> Adapter | None:
         """What the workers compare with what they have loaded."""
         return None if self.adapter is None else self.adapter.note
+
+    def chain_hashes(self) -> list[bytes]:
+        """Of all whole blocks of the request: each is the hash of its last engine block."""
+        if self.facts is None:
+            return []
+        per = self.hashes_per_block
+        return list(self.facts.block_hashes[per - 1 :: per])
 
     def index_of(self, key: bytes) -> int:
         """Position of a block in the request's chain; 0 if the chain does not have it."""

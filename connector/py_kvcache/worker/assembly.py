@@ -148,6 +148,9 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
             store_bytes_per_s=config.store_bytes_per_s,
             memory_tier=config.memory_tier,
             tier_slots=plan.tier_slots,
+            preload_slots=config.preload_blocks(slot_bytes),
+            preload_depth=config.io_workers,
+            preload_alone=config.preload == "alone",
         ),
         trace=trace,
     )

@@ -65,7 +65,7 @@ class Core:
         on_finished: Callable[[int], None],
     ) -> None:
         self.ring, self.staging, self.checksum, self.publisher = ring, staging, checksum, publisher
-        self.tier = Tier(staging, settings.memory_tier, settings.tier_slots)
+        self.tier = Tier(staging, settings.memory_tier, settings.tier_slots, settings.preload_slots)
         self.settings, self.journal, self.set_flags = settings, Journal(trace), set_flags
         self.counters = Counters()
         self.now = 0.0
@@ -75,7 +75,7 @@ class Core:
         self.news = threading.Event()  # set after each result
         self._on_finished = on_finished  # called before the result can be taken
         self.census = [0] * _STATES  # blocks by state, those given up included
-        self.queued = {Kind.LOAD: 0, Kind.STORE: 0}  # blocks not begun
+        self.queued = dict.fromkeys(Kind, 0)  # blocks not begun
         self.open_files = 0
         self.endings = 0  # grows whenever a slot, descriptor or place may have become free
         self._waiting: dict[int, Transfer] = {}
@@ -328,6 +328,8 @@ class Core:
         run.finished = True
         job = run.job
         self.jobs.pop(job.job_id, None)
+        if job.kind is Kind.PRELOAD:
+            return
         seconds = self.now - run.arrived
         self.counters.finish(job.kind.value, seconds)
         self.journal.job(self.now, run)

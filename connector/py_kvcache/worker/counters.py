@@ -58,6 +58,8 @@ class Counters:
     without_read: dict[str, int] = field(
         default_factory=dict
     )  # loads whose file nobody read for them, by how
+    preloads: dict[str, int] = field(default_factory=dict)  # blocks by what became of them
+    preloads_lost: int = 0  # begun and not brought to an end: given up, or failed
     existed: int = 0  # stores that found another writer's file, before or at the end
     failures: dict[tuple[str, str, str, str], int] = field(default_factory=dict)  # kind, stage, fault, errno
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)  # kind, reason: not tried on purpose

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from py_kvcache.adapters import Book
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, part_dir
-from py_kvcache.plan import Failures, Pace, StepNote, TransferPlan, WorkerReport
+from py_kvcache.plan import Failures, Pace, StepNote, TransferPlan, Want, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
 from py_kvcache.worker import assembly
 from py_kvcache.worker.counters import Counters
@@ -86,6 +88,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._idle = False
         self._step = 0
         self._holds = Holds(self._ask_about)
+        self._wanted: dict[Want, tuple[BlockWork, ...]] = {}
+        self._held: dict[int, int] = {}
+        # Which pages a preload will go to nobody knows; that it will be whole ones decides who checks it.
+        self._whole = Chunk(np.zeros(blocks_per_chunk, np.int64), 0)
         self._before_step: Any = None  # a device event, or the exception instead of one
 
     # ---- vLLM's interface
@@ -138,6 +144,9 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         counters = parts.reactor.snapshot()
         report.paces = {self._rank: self._pace(counters)}
         report.step = self._step
+        held = parts.reactor.held
+        if held != self._held:
+            report.resident, self._held = {self._rank: held}, held
         fallbacks = {**parts.fallbacks, **({"buffered": ""} if counters.direct_refused else {})}
         report.samples = self._reporter.samples(
             counters, fallbacks, parts.publisher.paused, self._quarantined
@@ -149,6 +158,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         if note is not None:
             self._idle, self._step = note.idle, note.number
             self._holds.add(note.held, pressed=note.pressed)
+            if note.wants is not None:
+                self._want(note.wants)
         self._step_began = time.monotonic()
         try:
             self._before_step = self._parts.device.record()
@@ -176,6 +187,20 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     def _pace(self, counters: Counters) -> Pace:
         reads, writes = counters.reads, counters.writes
         return Pace((reads.bytes, reads.busy), (writes.bytes, writes.busy), self._block_bytes)
+
+    def _want(self, wants: tuple[Want, ...]) -> None:
+        """Hand the list to the reactor; what was in the last one is not put together again."""
+        known, self._wanted = self._wanted, {}
+        for want in wants:
+            works = known.get(want)
+            if works is None:
+                folder = part_dir(self._config.root_path, want.space, self._part)
+                works = tuple(
+                    BlockWork(block_path(folder, key), key, index, self._whole)
+                    for index, key in enumerate(want.keys)
+                )
+            self._wanted[want] = works
+        self._parts.reactor.want(tuple((want.number, works) for want, works in self._wanted.items()))
 
     def _ask_about(self, jobs: frozenset[int], pressed: bool) -> Flush:
         patience = HOLD_PATIENCE_S if pressed else self._config.store_deadline_s

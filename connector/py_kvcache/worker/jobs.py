@@ -18,6 +18,7 @@ class Kind(Enum):
 
     LOAD = "load"
     STORE = "store"
+    PRELOAD = "preload"  # the reactor's own: nobody hands one in, nobody hears of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,10 @@ class Running:
         """Whether device memory of this job may still be read or written."""
         if self.finished:
             return False
-        return self.job.kind is Kind.LOAD or self.begun < self.limit or self.copying > 0
+        kind = self.job.kind
+        return kind is Kind.LOAD or (kind is Kind.STORE and self.begun < self.limit) or self.copying > 0
 
 
-FIRST_STATE: dict[Kind, State] = {Kind.LOAD: LoadState.QUEUED, Kind.STORE: StoreState.QUEUED}
+FIRST_STATE: dict[Kind, State] = {
+    Kind.LOAD: LoadState.QUEUED, Kind.STORE: StoreState.QUEUED, Kind.PRELOAD: LoadState.QUEUED
+}  # fmt: skip

@@ -18,8 +18,9 @@ from py_kvcache.layout import ALIGN
 from py_kvcache.worker.budget import RateBudget
 from py_kvcache.worker.checksum import verify_block
 from py_kvcache.worker.core import MAX_RETRIES, RAN_SHORT
-from py_kvcache.worker.jobs import Running, Transfer
+from py_kvcache.worker.jobs import Kind, Running, Transfer
 from py_kvcache.worker.parts import SlotCopy, is_pending
+from py_kvcache.worker.preload import Preloads
 from py_kvcache.worker.sharing import Sharing
 from py_kvcache.worker.staging import Use
 from py_kvcache.worker.transfer import Event, LoadState, StoreState
@@ -53,7 +54,10 @@ class Loads:
         self._short: list[tuple[float, Transfer]] = []  # when to open again; given-up ones included
         self._ready: list[Transfer] = []
         self._orphans: deque[Transfer] = deque()  # whose joined read came to nothing; given-up ones included
-        self._sharing = Sharing(core, device, self._serve, self._orphans.append)
+        self._sharing = Sharing(core, device, self._serve, self._orphans.append, self._hasten)
+        self.preloads = Preloads(
+            core, core.settings.preload_depth, self._sharing.is_joined, self._sharing.is_read
+        )
         self._copied_now: set[int] = set()  # slots: the device has room for one copy of each
         self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
         self._budget = RateBudget(core.settings.read_bytes_per_s)
@@ -63,6 +67,8 @@ class Loads:
     def add(self, run: Running) -> None:
         """Queue a job."""
         self._jobs.append(run)
+        if self.preloads:
+            self.preloads.make_way({work.path for job in self._jobs for work in job.job.blocks})
 
     def schedule(self) -> None:
         """Begin all that may begin. The order is: what holds slots first, so that slots come back soonest."""
@@ -71,6 +77,7 @@ class Loads:
         self._start_reads()
         self._start_opens()
         self._copy_ready()  # what was found in memory just now; nobody would wake the next pass for it
+        self._start_preloads()
 
     @property
     def copying(self) -> bool:
@@ -114,6 +121,28 @@ class Loads:
                 self._begin_open(t)
                 ahead += 1
 
+    def _start_preloads(self) -> None:
+        """Behind all else: no block that a request waits for has yet to be opened or read."""
+        preloads, census = self.preloads, self._core.census
+        preloads.follow()
+        if self._jobs or self._orphans or self._short:
+            return
+        jobs = self._core.jobs.values()
+        if self._settings.preload_alone and any(run.job.kind is Kind.LOAD for run in jobs):
+            return
+        lookahead = self._settings.open_lookahead
+        while census[LoadState.OPENING] + census[LoadState.OPENING_LOST] < lookahead:
+            t = preloads.begin()
+            if t is None:
+                return
+            self._sharing.remember(t)
+            self._begin_open(t)
+
+    def _hasten(self, t: Transfer) -> None:
+        """Its serial is a smaller one now."""
+        if t.state is LoadState.OPENED:
+            heappush(self._opened, (t.serial, t))
+
     def _serve(self, t: Transfer, slot: Slot) -> None:
         """Its bytes are in a slot already, which it shares."""
         t.slot = slot
@@ -129,7 +158,8 @@ class Loads:
 
     def _ran_short(self, t: Transfer, code: int) -> None:
         core = self._core
-        if t.retries >= MAX_RETRIES:
+        # While one waits no other file is opened: a preload must not do that to a load.
+        if t.retries >= MAX_RETRIES or t.run.job.kind is Kind.PRELOAD:
             core.end_given_up(t, core.ran_short(t, "open", code))
             self._cut(t)
             return
@@ -261,7 +291,9 @@ class Loads:
         for t in self._ready:
             if t.state is not LoadState.READY or t.slot is None:
                 continue
-            if t.slot.index in busy:
+            if t.run.job.kind is Kind.PRELOAD:
+                self.preloads.filled(t)
+            elif t.slot.index in busy:
                 later.append(t)
             else:
                 busy.add(t.slot.index)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.jobs import Job, Kind, Running, Transfer
 from py_kvcache.worker.loads import Loads
+from py_kvcache.worker.preload import Wanted
 from py_kvcache.worker.stores import Stores
 from py_kvcache.worker.transfer import LoadState, StoreState
 
@@ -51,7 +52,14 @@ class Stop:
     at: float
 
 
-Message = Job | Flush | Stop
+@dataclass(frozen=True)
+class Wants:
+    """All that waiting requests will want, most urgent first; takes the place of the last one."""
+
+    wants: Wanted
+
+
+Message = Job | Flush | Stop | Wants
 
 
 class Loop:
@@ -93,6 +101,11 @@ class Loop:
         return 0.0 if again or self.stopped else self._patience()
 
     @property
+    def held(self) -> dict[int, int]:
+        """Of each want, how many blocks are in memory. Any thread may ask."""
+        return self._loads.preloads.held
+
+    @property
     def device_busy(self) -> bool:
         """Whether the device still works on our copies, as far as it can tell."""
         return self._loads.in_flight() or self._stores.in_flight()
@@ -131,6 +144,9 @@ class Loop:
             elif isinstance(message, Flush):
                 self._flushes.append(message)
                 self._stores.hurry(message.ids)
+            elif isinstance(message, Wants):
+                if self._stop is None:
+                    self._loads.preloads.want(message.wants)
             else:
                 self._begin_stop(message)
 
@@ -291,9 +307,10 @@ class Loop:
 
     def _begin_stop(self, stop: Stop) -> None:
         self._stop = self._stop or stop
+        self._loads.preloads.want(())
         for run in list(self._core.jobs.values()):
             error = BlockError(Fault.CANCELLED, first_path(run.job), 0, "the worker is stopping")
-            if run.job.kind is Kind.LOAD:
+            if run.job.kind is not Kind.STORE:
                 self._core.give_up(run, error)
             else:
                 self._core.skip_rest(run, error)

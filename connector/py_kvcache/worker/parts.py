@@ -141,6 +141,9 @@ class ReactorSettings:
         direct: open with O_DIRECT.
         read_bytes_per_s, store_bytes_per_s: 0 for no limit.
         memory_tier, tier_slots: policy and size of the memory tier; no slots, no tier.
+        preload_slots: how many of its slots preloads may take.
+        preload_depth: how many of them are read at once.
+        preload_alone: only while no load is under way.
     """
 
     payload_bytes: int
@@ -155,3 +158,6 @@ class ReactorSettings:
     store_bytes_per_s: float = 0
     memory_tier: str = "lirs"
     tier_slots: int = 0
+    preload_slots: int = 0
+    preload_depth: int = 12
+    preload_alone: bool = False

@@ -14,8 +14,9 @@ from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.core import Core
 from py_kvcache.worker.inbox import Inbox
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
-from py_kvcache.worker.loop import DEVICE_GRACE_S, Flush, Loop, Message, Stop, first_path
+from py_kvcache.worker.loop import DEVICE_GRACE_S, Flush, Loop, Message, Stop, Wants, first_path
 from py_kvcache.worker.parts import ReactorSettings
+from py_kvcache.worker.preload import Wanted
 from py_kvcache.worker.quickcalls import clear_event, set_file_flags
 
 if TYPE_CHECKING:
@@ -110,17 +111,30 @@ class Reactor:
             question.answered.set()
         return question
 
+    def want(self, wants: Wanted) -> None:
+        """What waiting requests will want, most urgent first; replaces what was said before. Never blocks."""
+        self._inbox.post(Wants(wants))
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Of each want, by its number, how many blocks are in memory."""
+        return self._loop.held
+
     def snapshot(self) -> Counters:
         """Counters and gauges; what belongs together may be a pass apart."""
         core = self._core
         counters = core.counters.copy(self._clock())
         counters.slots = core.staging.by_use()
         counters.io_in_flight = counters.reads.in_flight + counters.writes.in_flight
-        counters.queued = {kind.value: blocks for kind, blocks in core.queued.items()}
+        counters.queued = {kind.value: core.queued[kind] for kind in (Kind.LOAD, Kind.STORE)}
         counters.jobs_running = len(core.jobs)
         counters.lost_now = core.lost_now
         counters.open_files = core.open_files
         counters.direct = core.direct
+        tier = core.tier
+        counters.preloads = {
+            "claimed": tier.claimed, "wasted": tier.wasted, "cancelled": counters.preloads_lost
+        }  # fmt: skip
         return counters
 
     # ---- life

@@ -25,14 +25,20 @@ def totals(counters: Counters) -> dict[tuple[str, metrics.Labels], float]:
     for how, count in counters.without_read.items():
         out[metrics.LOADS_WITHOUT_READ.name, (how,)] = count
     failed = {"load": metrics.LOAD_FAILURES.name, "store": metrics.STORE_FAILURES.name}
+    for what, count in counters.preloads.items():
+        out[metrics.PRELOADS.name, (what,)] = count
     for (kind, _stage, fault, code), count in counters.failures.items():
+        if kind not in failed:
+            continue  # a preload: counted as cancelled, and whoever wants the block says what is wrong
         key: tuple[str, metrics.Labels] = (failed[kind], (fault, code))
         out[key] = out.get(key, 0) + count
     for (kind, reason), count in counters.dropped.items():
         if kind == "store":
             key = (metrics.STORES_DROPPED.name, (reason,))
-        else:
+        elif kind == "load":
             key = (metrics.LOAD_FAILURES.name, (reason, "none"))
+        else:
+            continue
         out[key] = out.get(key, 0) + count
     return out
 

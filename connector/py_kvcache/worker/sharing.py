@@ -31,6 +31,7 @@ class Sharing:
     Args:
         serve: called with a block and the slot that it shares from then on.
         read: called with a block that has to look for its file again.
+        hasten: called with a block whose read has become as urgent as that of the one that joined it.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Sharing:
         device: Copier,
         serve: Callable[[Transfer, Slot], None],
         read: Callable[[Transfer], None],
+        hasten: Callable[[Transfer], None],
     ) -> None:
         self._core, self._device, self._serve, self._read = core, device, serve, read
+        self._hasten = hasten
         self._readers: dict[str, Transfer] = {}  # by path, who reads it; ended ones included for a while
         self._joined: list[tuple[Transfer, Transfer]] = []  # who waits for whose read
 
@@ -50,6 +53,15 @@ class Sharing:
         census = self._core.census
         at_hand = census[LoadState.READY] + census[LoadState.COPYING]
         return at_hand >= _MOST_AT_HAND or census[LoadState.JOINED] >= _MOST_JOINED
+
+    def is_joined(self, reader: Transfer) -> bool:
+        """Whether another block waits for this one's read."""
+        return any(other is reader and t.state is LoadState.JOINED for t, other in self._joined)
+
+    def is_read(self, path: str) -> bool:
+        """Whether somebody reads this file, or copies what he has read of it."""
+        reader = self._readers.get(path)
+        return reader is not None and _reads(reader)
 
     def serves(self, work: BlockWork) -> bool:
         """Whether a block needs no read of its own."""
@@ -66,13 +78,16 @@ class Sharing:
             return True
         reader = self._reader_for(work)
         if reader is None:
-            self._remember(t)
+            self.remember(t)
             return False
         if reader.state in _FILLED:
             self._share_with(t, reader)
         else:
             core.move(t, Event.JOIN)
             self._joined.append((t, reader))
+            if t.serial < reader.serial:
+                reader.serial = t.serial
+                self._hasten(reader)
         return True
 
     def follow(self) -> None:
@@ -109,7 +124,8 @@ class Sharing:
         adds_up = self._device.adds_up
         return reader if adds_up(work.pages) or not adds_up(reader.work.pages) else None
 
-    def _remember(self, t: Transfer) -> None:
+    def remember(self, t: Transfer) -> None:
+        """This block reads its file; others may join."""
         readers = self._readers
         readers[t.work.path] = t
         if len(readers) > _MOST_READERS:

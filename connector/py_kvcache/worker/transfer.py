@@ -70,6 +70,7 @@ class Event(IntEnum):
     WAIT = 16  # no descriptor to be had, or nobody reads the file any more: the open comes later
     HIT = 17  # all bytes are in a slot already, which is shared
     JOIN = 18  # somebody reads the same file just now
+    SHELVE = 19  # a preload: its slot waits for a load
 
 
 State = LoadState | StoreState
@@ -88,7 +89,9 @@ LOAD: Final[Mapping[State, Mapping[Event, State]]] = MappingProxyType(
             _E.AGAIN: _L.READING, _E.FILLED: _L.VERIFYING, _E.FAIL: _L.FAILED, _E.DROP: _L.READING_LOST,
         },
         _L.VERIFYING: {_E.VERIFIED: _L.READY, _E.FAIL: _L.FAILED, _E.DROP: _L.VERIFYING_LOST},
-        _L.READY: {_E.COPY: _L.COPYING, _E.FAIL: _L.FAILED, _E.DROP: _L.FAILED},
+        _L.READY: {
+            _E.COPY: _L.COPYING, _E.SHELVE: _L.DONE, _E.FAIL: _L.FAILED, _E.DROP: _L.FAILED,
+        },
         _L.COPYING: {_E.COPIED: _L.DONE, _E.FAIL: _L.FAILED},
         _L.DONE: {},
         _L.FAILED: {},

@@ -1,0 +1,132 @@
+"""What waiting requests will want, so that the workers can read it before it is their turn.
+
+vLLM looks up a request when it may run. Here the first of those that wait are looked up before, which also
+answers vLLM's own question at once, and the workers are told what the gate would load of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from py_kvcache import vllm_api
+from py_kvcache.layout import file_bytes
+from py_kvcache.plan import Want
+from py_kvcache.scheduler.gate import Gate, Hit
+from py_kvcache.scheduler.known import Known
+from py_kvcache.scheduler.lookup import Presence
+from py_kvcache.scheduler.lookups import Lookups
+from py_kvcache.scheduler.requests import RequestState
+from py_kvcache.scheduler.waiting import Waiting
+
+# How often it is looked again though the queue has not changed: rates have, perhaps.
+_AGAIN_S = 0.5
+
+
+class Foresight:
+    """One per engine; vLLM's scheduler thread only."""
+
+    def __init__(
+        self,
+        known: Known,
+        requests: Mapping[str, RequestState],
+        waiting: Waiting,
+        lookups: Lookups,
+        gate: Gate,
+    ) -> None:
+        self._known, self._requests, self._waiting = known, requests, waiting
+        self._lookups, self._gate = lookups, gate
+        self._lookahead = 1 if known.config.preload == "alone" else known.config.preload_requests
+        self._last: tuple[Want, ...] = ()
+        self._seen: object = None
+        self._looked_at = 0.0
+        self._numbers = 0
+        self._resident: dict[int, Mapping[int, int]] = {}  # rank -> want -> blocks
+
+    def wants(self, now: float) -> tuple[Want, ...] | None:
+        """The whole list, most urgent first; None if it is the one that was told last."""
+        most = self._most_blocks()
+        if not most:
+            return None
+        names = list(self._candidates())
+        seen = names, self._lookups.answered
+        if seen == self._seen and now - self._looked_at < _AGAIN_S:
+            return None
+        self._seen, self._looked_at = seen, now
+        found = []
+        for name in names:
+            want = self._want(name, self._requests[name], now)
+            if want is None:
+                continue
+            found.append(Want(want.number, want.space, want.keys[:most]))
+            most -= len(want.keys)
+            if most <= 0:
+                break
+        wants = tuple(found)
+        if wants == self._last:
+            return None
+        self._last = wants
+        return wants
+
+    def heard(self, resident: Mapping[int, Mapping[int, int]]) -> None:
+        """How many blocks of each want the ranks have in memory."""
+        self._resident.update(resident)
+
+    def in_memory(self, state: RequestState) -> int:
+        """Blocks of a request that every rank has in memory, as far as is known."""
+        if state.want is None or not self._resident:
+            return 0
+        return min(blocks.get(state.want.number, 0) for blocks in self._resident.values())
+
+    def _most_blocks(self) -> int:
+        payload = self._gate.pace.block_bytes
+        return self._known.config.preload_blocks(file_bytes(payload)) if payload else 0
+
+    def _candidates(self) -> Iterator[str]:
+        """Who loads just now claims what was read for him; then who waits, in order."""
+        for name in self._gate.pace.loading():
+            if name in self._requests:
+                yield name
+        for place, name in enumerate(self._waiting):
+            if place >= self._lookahead:
+                return
+            if name in self._requests:
+                yield name
+
+    def _want(self, name: str, state: RequestState, now: float) -> Want | None:
+        """What of this request is stored and would be loaded; None if nothing is, or nobody knows yet."""
+        facts, index = state.facts, self._known.index
+        if facts is None or not state.load or state.adapter is not None:
+            return None
+        if state.want is not None and self._gate.pace.is_planned(name):
+            return state.want
+        if state.space is None:
+            state.space = self._known.names.space_of(None)
+        if state.space is None:
+            return None
+        keys = self._chain(state)
+        present = 0
+        for key in keys:
+            if index.presence((state.space, key), now) is not Presence.SEEN:
+                break
+            present += 1
+        if present < len(keys):
+            self._lookups.foresee(name, state, keys[present:], now)
+            if state.want is not None and state.ticket is not None:
+                return state.want  # it was there a minute ago, and is looked for again
+        if not present:
+            return None
+        tokens = self._known.config.block_tokens
+        hit = Hit(facts.num_prompt_tokens, state.local_tokens, present * tokens, self.in_memory(state))
+        if not self._gate.is_likely(hit, now):
+            return None
+        if state.want is None or len(state.want.keys) != present or state.want.space != state.space:
+            self._numbers += 1
+            state.want = Want(self._numbers, state.space, tuple(keys[:present]))
+        return state.want
+
+    def _chain(self, state: RequestState) -> list[bytes]:
+        """Keys of all blocks of the prompt that vLLM would load: the last token is always computed."""
+        facts = state.facts
+        assert facts is not None
+        whole = (facts.num_prompt_tokens - 1) // self._known.config.block_tokens
+        return [vllm_api.key_of(block_hash) for block_hash in state.chain_hashes()[:whole]]

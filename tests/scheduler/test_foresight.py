@@ -1,0 +1,150 @@
+"""What the workers are told of waiting requests, and what that does to look-ups and gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the manager is a subclass of vLLM's")
+
+from scheduler_rig import HIT, TOKENS, Engine, keys
+
+from py_kvcache.plan import Pace, Want, WorkerReport
+
+BLOCK_BYTES = 1_000_000
+MIB = 1 << 20
+
+
+def make(**extra: Any) -> Engine:
+    engine = Engine(gate="off", memory_bytes=100 * MIB, **extra)
+    report(engine)
+    return engine
+
+
+def report(engine: Engine, **resident: dict[int, int]) -> None:
+    held = {int(rank[1:]): blocks for rank, blocks in resident.items()}
+    paces = {rank: Pace((0, 0.0), (0, 0.0), BLOCK_BYTES) for rank in (held or {0: {}})}
+    engine.manager.note_report(WorkerReport(paces=paces, resident=held))
+
+
+def answer(engine: Engine, present: int) -> None:
+    engine.prober.reply(present)
+
+
+def lengths(wants: tuple[Want, ...] | None) -> list[int]:
+    return [len(want.keys) for want in wants or ()]
+
+
+def test_waiting_requests_are_looked_up_and_what_is_stored_of_them_is_wanted_in_order():
+    engine = make()
+    first, second = keys(5), keys(4, chain=1)
+    engine.admit("a", first)
+    engine.admit("b", second)
+    assert engine.manager.wants() is None
+    assert [q.keys for q in engine.prober.questions] == [first, second]
+    answer(engine, 3)
+    answer(engine, 4)
+    wants = engine.manager.wants()
+    assert wants is not None and [want.keys for want in wants] == [tuple(first[:3]), tuple(second)]
+    assert len({want.number for want in wants}) == 2
+    assert engine.manager.wants() is None, "told once"
+
+
+def test_vllms_own_question_is_answered_by_then():
+    engine = make()
+    request = engine.admit("a", keys(3))
+    engine.manager.wants()
+    answer(engine, 3)
+    assert engine.ask(request) == [HIT] * 3
+    assert not engine.prober.questions
+
+
+def test_who_is_admitted_stays_on_the_list_until_his_load_has_ended():
+    engine = make()
+    request = engine.admit("a", keys(3))
+    engine.admit("b", keys(2, chain=1))
+    engine.manager.wants()
+    answer(engine, 3)
+    answer(engine, 2)
+    first = engine.manager.wants()
+    engine.ask(request)
+    engine.manager.allocated(request.request, 3 * TOKENS)
+    engine.now += 1
+    assert engine.manager.wants() is None, "the same list: he loads now"
+    engine.manager.complete_load(request.keys, request.context)
+    assert first is not None and engine.manager.wants() == first[1:]
+
+
+def test_who_is_gone_or_is_computed_is_wanted_no_more():
+    engine = make()
+    requests = [engine.admit(name, keys(2, chain=n)) for n, name in enumerate("abc")]
+    engine.manager.wants()
+    for _ in requests:
+        answer(engine, 2)
+    assert lengths(engine.manager.wants()) == [2, 2, 2]
+    engine.finish(requests[0])
+    engine.manager.allocated(requests[1].request, 0)
+    assert lengths(engine.manager.wants()) == [2]
+    engine.finish(requests[2])
+    assert engine.manager.wants() == ()
+
+
+def test_only_so_many_requests_and_blocks_as_may_be_read_ahead():
+    engine = make(preload_requests=2, preload_bytes=5 * (BLOCK_BYTES + 8192))
+    for n, name in enumerate("abc"):
+        engine.admit(name, keys(4, chain=n))
+    engine.manager.wants()
+    assert len(engine.prober.questions) == 2
+    for _ in range(2):
+        answer(engine, 4)
+    assert lengths(engine.manager.wants()) == [4, 1]
+
+
+@pytest.mark.parametrize("extra", [{"preload": "off"}, {"memory_tier": "none"}, {"preload_bytes": 0}])
+def test_where_nothing_may_be_preloaded_nobody_is_asked(extra: dict[str, Any]):
+    engine = make(**extra)
+    engine.admit("a", keys(3))
+    assert engine.manager.wants() is None and not engine.prober.questions
+
+
+def test_requests_that_opted_out_and_those_with_an_adapter_are_left_alone():
+    engine = make()
+    engine.admit("a", keys(3), params={"py_kvcache": {"load": False}})
+    assert engine.manager.wants() is None and not engine.prober.questions
+
+
+def test_what_is_in_memory_on_all_ranks_costs_the_gate_nothing():
+    engine = make()
+    request = engine.admit("a", keys(4))
+    engine.manager.wants()
+    answer(engine, 4)
+    (want,) = engine.manager.wants() or ()
+    state = engine.manager._requests["a"]
+    foresight = engine.manager._foresight
+    assert foresight.in_memory(state) == 0
+    report(engine, r0={want.number: 4}, r1={want.number: 3})
+    assert foresight.in_memory(state) == 3
+    engine.ask(request)
+    engine.manager.allocated(request.request, 4 * TOKENS)
+    assert engine.manager._gate.pace._planned["a"][2] == 1 * BLOCK_BYTES
+
+
+def test_blocks_that_were_seen_long_ago_are_looked_for_again_and_meanwhile_stay():
+    engine = make()
+    engine.admit("a", keys(3))
+    engine.manager.wants()
+    answer(engine, 3)
+    assert lengths(engine.manager.wants()) == [3]
+    engine.now += 61
+    assert engine.manager.wants() is None and len(engine.prober.questions) == 1
+    answer(engine, 1)
+    assert lengths(engine.manager.wants()) == [1]
+
+
+def test_the_last_token_is_always_computed_so_a_block_that_it_ends_is_not_wanted():
+    engine = make()
+    request = engine.admit("a", keys(3))
+    request.request.num_prompt_tokens = 3 * TOKENS
+    engine.manager.wants()
+    assert [len(q.keys) for q in engine.prober.questions] == [2]

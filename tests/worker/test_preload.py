@@ -1,0 +1,243 @@
+"""Blocks that are read before a load wants them: last of all, given back in time, taken over."""
+
+from __future__ import annotations
+
+import errno
+import random
+
+import pytest
+from worker_doubles import HOLD, file_of, key_of
+
+from py_kvcache.worker.jobs import BlockWork
+
+
+@pytest.fixture
+def shelved(rig):
+    """A rig whose memory has ``keep`` slots, ``shelf`` of them for preloads."""
+
+    def make(keep: int = 8, shelf: int = 6, **settings):
+        slots = settings.pop("slots", 6)
+        return rig(
+            slots=slots + keep, tier_slots=keep, preload_slots=shelf,
+            memory_tier=settings.pop("policy", "lru"), **settings,
+        )  # fmt: skip
+
+    return make
+
+
+def want(r, *groups: tuple[int, int]) -> None:
+    """Each group: number of a load that will come, and its blocks. Their files exist."""
+    wants = []
+    for number, count in groups:
+        works = []
+        for n in range(count):
+            path = r.path(number, n)
+            r.world.files.setdefault(path, file_of((number, n), n))
+            works.append(BlockWork(path, key_of((number, n)), n, (number, n)))
+        wants.append((number, tuple(works)))
+    r.reactor.want(tuple(wants))
+
+
+def reads(r) -> list[str]:
+    return [path for op, path in r.world.log if op == "read"]
+
+
+def fates(r) -> dict[str, int]:
+    return {fate: count for fate, count in r.reactor.snapshot().preloads.items() if count}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_what_was_preloaded_is_loaded_without_a_read(shelved, adds):
+    r = shelved(adds=adds)
+    want(r, (1, 5))
+    r.run()
+    assert len(reads(r)) == 5 and r.staging.kept == 5 and r.reactor.held == {1: 5}
+    assert not r.device.loads, "nothing is copied before somebody asks"
+    r.load(1, 5)
+    r.run()
+    assert len(reads(r)) == 5 and all(r.loaded(1, n) for n in range(5))
+    assert fates(r) == {"claimed": 5} and r.reactor.snapshot().without_read == {"memory": 5}
+    assert r.staging.kept == 5, "they stay like all that was loaded"
+    r.assert_idle()
+
+
+def test_no_more_is_preloaded_than_the_shelf_holds_and_the_first_wanted_goes_first(shelved):
+    r = shelved(keep=8, shelf=4)
+    want(r, (1, 3), (2, 3))
+    r.run()
+    assert reads(r) == [r.path(1, 0), r.path(1, 1), r.path(1, 2), r.path(2, 0)]
+    r.load(1, 3)
+    r.run()
+    assert len(reads(r)) == 6, "claimed blocks make room"
+    r.assert_idle()
+
+
+def test_what_nobody_wants_any_more_is_given_back_at_once(shelved):
+    r = shelved()
+    want(r, (1, 3), (2, 2))
+    r.run()
+    want(r, (2, 2))
+    r.step()
+    assert r.staging.kept == 2 and fates(r) == {"wasted": 3} and r.reactor.held == {2: 2}
+    want(r)
+    r.step()
+    assert r.staging.kept == 0 and fates(r) == {"wasted": 5}
+    r.assert_idle()
+
+
+def test_reads_of_what_nobody_wants_any_more_are_given_up(shelved):
+    r = shelved()
+    r.world.rule("read", HOLD)
+    want(r, (1, 4))
+    r.run(10)
+    want(r)
+    r.run(10)
+    r.world.release()
+    r.run()
+    assert fates(r) == {"cancelled": 4} and r.staging.kept == 0
+    r.assert_idle()
+
+
+def test_blocks_that_requests_share_are_read_once_and_counted_for_both(shelved):
+    r = shelved()
+    want(r, (1, 3))
+    works = tuple(BlockWork(r.path(1, n), key_of((1, n)), n, (1, n)) for n in range(3))
+    r.reactor.want(((1, works), (2, works[:2])))
+    r.run()
+    assert len(reads(r)) == 3 and r.reactor.held == {1: 3, 2: 2}
+    r.assert_idle()
+
+
+def test_loads_go_first_and_their_arrival_ends_reads_of_other_files(shelved):
+    r = shelved(keep=8, shelf=8, slots=6, io_depth=4)
+    r.world.rule("read", HOLD)
+    want(r, (1, 8))
+    r.run(5)
+    assert len(r.world.held("read")) == 4
+    r.load(2, 3)
+    r.run(5)
+    r.world.release()
+    r.run()
+    assert r.results[2].failed == () and all(r.loaded(2, n) for n in range(3))
+    assert fates(r) == {"cancelled": 8}, "those that were open, too"
+    assert r.staging.kept == 8, "what was given up is read afterwards"
+    r.assert_idle()
+
+
+def test_a_load_takes_a_read_over_that_is_under_way(shelved):
+    r = shelved()
+    r.world.rule("read", HOLD)
+    want(r, (1, 3))
+    r.run(5)
+    r.load(1, 3)
+    r.run(5)
+    r.world.release()
+    r.run()
+    assert len(reads(r)) == 3 and all(r.loaded(1, n) for n in range(3))
+    assert fates(r) == {"claimed": 3}
+    r.assert_idle()
+
+
+def test_a_load_that_wants_an_opened_file_makes_it_urgent(shelved):
+    r = shelved(keep=8, shelf=8, slots=6, io_depth=1, lookahead=8)
+    r.world.rule("read", HOLD)
+    want(r, (1, 4))
+    r.run(5)  # one is read, the others are open
+    r.load(1, 4)
+    r.load(2, 4)
+    r.run(5)
+    r.world.release()
+    r.run(100)
+    assert reads(r)[:4] == [r.path(1, n) for n in range(4)]
+    assert all(r.loaded(job, n) for job in (1, 2) for n in range(4))
+    r.assert_idle()
+
+
+@pytest.mark.parametrize("stage", ["openat", "read"])
+def test_a_preload_that_fails_is_nobodys_failure(shelved, stage):
+    r = shelved()
+    r.world.rule(stage, -errno.EIO)
+    want(r, (1, 2))
+    r.run()
+    assert fates(r) == {"cancelled": 2} and r.staging.kept == 0
+    r.world.release()
+    r.load(1, 2)
+    r.run()
+    assert r.results[1].failed == ()
+    r.assert_idle()
+
+
+def test_a_preload_that_finds_no_descriptor_keeps_no_load_waiting(shelved):
+    r = shelved()
+    r.world.rule("openat", -errno.EMFILE)
+    want(r, (1, 2))
+    r.run(5)
+    r.world.release()
+    r.load(2, 2)
+    r.run()
+    assert r.results[2].failed == () and fates(r) == {"cancelled": 2}
+    r.assert_idle()
+
+
+def test_without_a_shelf_nothing_is_preloaded(rig):
+    r = rig(slots=14, tier_slots=8)
+    want(r, (1, 4))
+    r.run()
+    assert reads(r) == []
+    r.assert_idle()
+
+
+def test_alone_means_while_no_load_is_under_way(shelved):
+    r = shelved(preload_alone=True)
+    r.world.rule("copy_in", HOLD)
+    r.load(2, 1)
+    r.run(5)
+    want(r, (1, 2))
+    r.run(5)
+    assert reads(r) == [r.path(2, 0)]
+    r.world.release()
+    r.run()
+    assert len(reads(r)) == 3
+    r.assert_idle()
+
+
+def test_a_stop_gives_everything_back(shelved):
+    r = shelved()
+    want(r, (1, 3))
+    r.run(3)
+    r.reactor.request_stop(1.0)
+    r.live(lambda: r.reactor.stopped)
+    assert not r.world.fds and not r.world.wrong
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("policy", ["lru", "lirs"])
+def test_whatever_comes_in_whatever_order_all_that_is_loaded_is_right(shelved, seed, policy):
+    source = random.Random(seed)
+    r = shelved(keep=source.randint(1, 8), shelf=source.randint(0, 8), policy=policy, adds=seed % 2 == 0)
+    jobs = 100
+    for _ in range(40):
+        what = source.random()
+        if what < 0.4:
+            want(r, *[(source.randint(1, 6), source.randint(1, 5)) for _ in range(source.randint(0, 3))])
+        elif what < 0.75:
+            jobs += 1
+            number, count = source.randint(1, 6), source.randint(1, 5)
+            for n in range(count):
+                r.world.files.setdefault(r.path(number, n), file_of((number, n), n))
+            r.again(jobs, number, count)
+        elif what < 0.85:
+            r.world.rule(source.choice(["read", "openat"]), source.choice([HOLD, -errno.EIO, -errno.EMFILE]))
+        else:
+            r.world.release()
+        r.run(source.randint(0, 6))
+        assert r.staging.kept <= r.settings.tier_slots
+    r.world.release()
+    r.live(lambda: r.results.keys() == r.submitted.keys())
+    r.reactor.want(())
+    r.run(50)
+    for job, result in r.results.items():
+        failed = {ordinal for ordinal, _ in result.failed}
+        blocks = r.submitted[job].blocks
+        assert all(r.loaded(job, n) for n in range(len(blocks)) if n not in failed)
+    r.assert_idle()
