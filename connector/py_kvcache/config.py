@@ -133,6 +133,10 @@ class Config(BaseModel):
     thresholds: str = Field(
         "", description="file of measured thresholds, or a folder with one for each node (NODE_NAME)"
     )
+    store_policy: Literal["all", "break_even", "second_touch"] = Field(
+        "all",
+        description="computed blocks that are stored: all, none while no hit can pay, those seen twice",
+    )
     load_failure_policy: Literal["recompute", "fail"] = Field(
         "recompute",
         description="what vLLM does with a request whose load failed (its kv_load_failure_policy)",

@@ -47,6 +47,7 @@ class PyKvCacheSpec(vllm_api.OffloadingSpec):  # type: ignore[misc]
             parts=tuple(range(parallel.tensor_parallel_size // replicas)),
             hashes_per_block=self.settings.block_tokens // self.tokens_per_hash,
             ranks=parallel.world_size,
+            longest=self._vllm_config.model_config.max_model_len,
         )
         return self.manager
 

@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="the manager is a subclass of vLLM's")
 
 from scheduler_rig import HIT, TOKENS, Engine, keys
 
+from py_kvcache import metrics
 from py_kvcache.plan import Pace, Want, WorkerReport
 
 BLOCK_BYTES = 1_000_000
@@ -128,6 +129,8 @@ def test_what_is_in_memory_on_all_ranks_costs_the_gate_nothing():
     engine.ask(request)
     engine.manager.allocated(request.request, 4 * TOKENS)
     assert engine.manager._gate.pace._planned["a"][2] == 1 * BLOCK_BYTES
+    assert engine.counted(metrics.HIT_TOKENS, "memory") == 3 * TOKENS
+    assert engine.counted(metrics.HIT_TOKENS, "disk") == 1 * TOKENS
 
 
 def test_blocks_that_were_seen_long_ago_are_looked_for_again_and_meanwhile_stay():

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from py_kvcache.models import THRESHOLDS_SCHEMA, Thresholds
 from py_kvcache.plan import Pace
 from py_kvcache.scheduler import gate as gate_module
 from py_kvcache.scheduler.gate import PROBE_EVERY, STALE_S, Gate, Hit
@@ -226,6 +227,27 @@ def test_off_asks_nothing_and_static_without_a_file_loads():
     hit = Hit(1000, 0, 512)
     assert make(Mode.OFF).judge(hit, None, 0.0).reason is Reason.GATE_OFF
     assert make(Mode.STATIC).judge(hit, None, 0.0).reason is Reason.NO_THRESHOLDS
+
+
+def test_nothing_can_pay_where_the_longest_prompt_is_computed_sooner(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, gate_module.log.name):
+        assert make().can_pay(100_000, 0.0), "nobody knows"
+        assert taught(1e9).can_pay(100_000, 0.0) and "prefix" not in caplog.text
+        slow = taught(2e7)
+        assert not slow.can_pay(40_000, 0.0) and "no prefix of up to 40000" in caplog.text
+        # A long one would: squares grow faster than bytes.
+        assert taught(3e7).can_pay(200_000, 0.0)
+        slow.pace.heard({0: Pace((10**10, 1.5), (0, 0.0), 256_000)}, 1.0)
+        assert not slow.can_pay(40_000, 4.9), "for five seconds"
+        assert slow.can_pay(40_000, 5.1)
+
+
+@pytest.mark.parametrize(("least", "pays"), [(0, True), (39_000, True), (40_001, False)])
+def test_with_thresholds_something_pays_if_a_prompt_can_be_that_long(least: int, pays: bool):
+    table = {"disk": ((1000, least), (40_000, least))}
+    file = Thresholds.model_validate({"schema": THRESHOLDS_SCHEMA, "engine": ENGINE, "thresholds": table})
+    gate = Gate(Mode.STATIC, 256, 0, lambda _: file)
+    assert gate.can_pay(40_000, 0.0) is pays
 
 
 def test_every_number_of_a_decision_is_in_the_debug_log(caplog: pytest.LogCaptureFixture):

@@ -23,6 +23,7 @@ PROBE_EVERY = 20
 # What was measured so long ago may be otherwise now. To find out costs a load that is probably slower than
 # computing: all of them together at most this share of the time spent computing.
 STALE_S, PROBE_SHARE = 30.0, 0.01
+PAYS_FOR_S = 5.0  # how long it is taken for granted that some prefix pays, or that none does
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Gate:
         self._unknown = 0  # requests met while nothing was known
         self._staked_s = 0.0
         self._said = ""
+        self._pays, self._pays_until = True, 0.0
         self._calibrated: tuple[Thresholds | None, Curve | None] = None, None
 
     def judge(self, hit: Hit, before: Decision | None, now: float) -> Decision:
@@ -78,6 +80,29 @@ class Gate:
         """Whether a request that waits would load this, as things are; reading it would tell the rate."""
         decision = decide(self.mode, self._inputs(hit, now, self._thresholds(now)))
         return decision.load or (decision.reason is Reason.UNKNOWN and decision.load_s is None)
+
+    def can_pay(self, longest: int, now: float) -> bool:
+        """Whether any prefix of up to so many tokens would be loaded, as things are; True while unknown."""
+        if now >= self._pays_until:
+            self._pays_until = now + PAYS_FOR_S
+            before, self._pays = self._pays, self._find_payer(longest, now)
+            if self._pays is not before:
+                log.info(
+                    "py-kvcache: %s of up to %d tokens is loaded sooner than it is computed (%.2f GB/s)",
+                    "a prefix" if self._pays else "no prefix", longest, self.pace.rate / 1e9,
+                )  # fmt: skip
+        return self._pays
+
+    def _find_payer(self, longest: int, now: float) -> bool:
+        file = self._thresholds(now)
+        tokens = self._block_tokens
+        while tokens <= longest:
+            # The whole of a prompt as its hit: nothing pays more.
+            decision = decide(self.mode, self._inputs(Hit(tokens, 0, tokens), now, file))
+            if decision.load or decision.reason is Reason.UNKNOWN:
+                return True
+            tokens = longest if tokens < longest < 2 * tokens else 2 * tokens
+        return False
 
     def counted(self, decision: Decision) -> None:
         """The request was admitted with this decision; once for each."""

@@ -54,6 +54,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         parts: tuple[int, ...],
         hashes_per_block: int,
         ranks: int = 1,
+        longest: int = 1 << 20,
         prober: Prober | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,9 +71,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._postponed = Postponed(self._names, self._adapters)
         known = Known(config, self._names, self._adapters, self._index, self._postponed, self._count)
         self._lookups = Lookups(known, self._requests, self._prober, parts)
-        self._storing = Storing(known)
         file = ThresholdsFile(config.thresholds, spaces.engine, self._prober.run)
         self._gate = Gate(Mode(config.gate), config.block_tokens, config.read_bytes_per_s, file.current)
+        self._storing = Storing(known, lambda now: self._gate.can_pay(longest, now))
         self._foresight = Foresight(known, self._requests, self._waiting, self._lookups, self._gate)
         # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
         # blocks, later versions after.
@@ -139,9 +140,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests.get(name)
         if state is None:
             return
+        in_memory = self._foresight.in_memory(state)
         if external_tokens and not pace.is_planned(name):
             total = state.local_tokens + external_tokens
-            in_memory = self._foresight.in_memory(state)
             hit = Hit(request.num_prompt_tokens, state.local_tokens, total, in_memory)
             pace.planned(name, self._gate.load_bytes(hit), self._clock())
         if state.counted:
@@ -162,7 +163,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         elif decision is not None and not decision.load:
             result = "declined"
         self._samples.add(metrics.LOOKUPS, 1, result)
-        self._samples.add(metrics.HIT_TOKENS, external_tokens, "disk")
+        from_memory = min(external_tokens, in_memory * self._config.block_tokens)
+        self._samples.add(metrics.HIT_TOKENS, external_tokens - from_memory, "disk")
+        self._samples.add(metrics.HIT_TOKENS, from_memory, "memory")
         self._samples.add(metrics.MISSED_TOKENS, missed)
 
     def stores(self, request_id: str) -> bool:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 
 from py_kvcache import metrics, vllm_api
 from py_kvcache.scheduler.known import Known
 from py_kvcache.scheduler.lookup import Presence
 from py_kvcache.scheduler.requests import RequestState
 
+_MOST_TOUCHED = 1 << 18  # blocks that were offered once: 20 MB or so
+
 
 class Storing:
-    """One per engine; called by vLLM's scheduler thread only."""
+    """One per engine; called by vLLM's scheduler thread only.
 
-    def __init__(self, known: Known) -> None:
-        self._known, self._config, self._index = known, known.config, known.index
+    Args:
+        pays: whether any hit can be worth loading at a time.
+    """
+
+    def __init__(self, known: Known, pays: Callable[[float], bool]) -> None:
+        self._known, self._config, self._index, self._pays = known, known.config, known.index, pays
+        self._touched: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def choose(self, state: RequestState, keys: Collection[bytes], now: float, step: int) -> list[bytes]:
         """Those that will be stored, in chain order; from here on they count as under way.
@@ -42,9 +50,14 @@ class Storing:
             state.hole = True
             self.drop("opt_out" if not state.store else "not_ready", len(keys))
             return []
+        if self._config.store_policy == "break_even" and not self._pays(now):
+            state.hole = True
+            self.drop("never_pays", len(keys))
+            return []
         if state.adapter is not None:
             keys = self._known.postponed.certain(state, keys, step)
         space = state.space or ""
+        first = self._touch(space, keys) if self._config.store_policy == "second_touch" else ()
         chosen: list[bytes] = []
         for position, key in enumerate(keys):
             presence = self._index.presence((space, key), now)
@@ -57,6 +70,8 @@ class Storing:
                 reason = "after_hole"
             elif self._index.store_refused((space, key), now):
                 reason = "failed_before"
+            elif key in first:
+                reason = "first_touch"
             if reason is not None:
                 # What follows could not be found without this block.
                 state.hole = True
@@ -64,3 +79,13 @@ class Storing:
                 break
             chosen.append(key)
         return chosen
+
+    def _touch(self, space: str, keys: Collection[bytes]) -> set[bytes]:
+        """Remember that a request had these blocks. Returns those that none had before."""
+        first = {key for key in keys if (space, key) not in self._touched}
+        for key in keys:
+            self._touched[space, key] = None
+            self._touched.move_to_end((space, key))
+        while len(self._touched) > _MOST_TOUCHED:
+            self._touched.popitem(last=False)
+        return first
