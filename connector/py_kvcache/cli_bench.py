@@ -206,6 +206,46 @@ def bench_timeline(
 
 
 @bench.command(
+    "pairs",
+    epilog="Examples:\n\n`py-kvcache bench pairs --model DIR --root /cache --systems "
+    "recompute,py-kvcache:gate=adaptive --tokens 4000 --pairs 300 --out results`\n\n"
+    "`... --systems recompute,py-kvcache:gate=static+thresholds=/etc/never.json --json | jq .interval_95`",
+)
+def bench_pairs(
+    model: Annotated[str, typer.Option(metavar="DIR", help="Folder of the model.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for pairs.json and logs.")],
+    root: BenchRoot = "",
+    systems: Annotated[
+        str, typer.Option(metavar="A,B", help="The two; see `bench serve`.")
+    ] = "recompute,py-kvcache:gate=adaptive",
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the documents.")] = 4000,
+    documents: Annotated[int, typer.Option(min=1, max=1000, help="Asked for in turn.")] = 10,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of requests that are measured.")] = 100,
+    engine: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's engine, for both.")] = "{}",
+    as_json: Json = False,
+) -> None:
+    """Small differences between two systems: the same request to one and then to the other, many times.
+
+    Each document is asked for once before, so that a cache has it. Told is the ratio of mean times to first
+    token, with a 95 % interval by bootstrap over pairs. On a GPU give both engines room, as with
+    --engine '{"gpu_memory_utilization": 0.4}'.
+    """
+    from py_kvcache.bench import pairs as tool
+    from py_kvcache.bench.serve_config import from_mapping
+
+    with failures(tool.SCHEMA, as_json):
+        settings = from_mapping(
+            {
+                "root": root, "model": model, "out": out, "systems": systems, "tokens": [tokens],
+                "documents": documents, "engine": _object(engine, "--engine"),
+            }
+        )  # fmt: skip
+        with steps() as on_progress:
+            report = tool.run(settings, pairs=pairs, on_progress=on_progress)
+        answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))
+
+
+@bench.command(
     "policy",
     epilog="Examples:\n\n`py-kvcache bench policy`\n\n"
     "`py-kvcache bench policy --capacity 365 --picture policy.png`\n\n"

@@ -46,7 +46,7 @@ def open_events(path: str) -> Emit:
     return emit
 
 
-def _counters(prefix: str) -> dict[str, float]:
+def counters_of(prefix: str) -> dict[str, float]:
     """Counters of this process that begin so, by name and by those labels that tell more than the engine."""
     if not prefix:
         return {}
@@ -123,7 +123,7 @@ class _Measurement:
 
         def sample() -> tuple[float, ...]:
             io = read_io(os.getpid()) or {}
-            counters = _counters(self._task["counters"])
+            counters = counters_of(self._task["counters"])
             moved = (counters.get(name, 0.0) for name in wanted)
             return (io.get("wchar", 0), io.get("write_bytes", 0), folder_bytes(folder), *moved)
 
@@ -133,7 +133,7 @@ class _Measurement:
         """One step, its rest, and one event with all of it."""
         self._emit({"event": "begin", "text": step.text})
         prompts = [document.token_ids(self._shape) for document in step.documents]
-        io, counters = read_io(os.getpid()), _counters(self._task["counters"])
+        io, counters = read_io(os.getpid()), counters_of(self._task["counters"])
         began, begin = time.perf_counter() - self._begin, time.perf_counter()
         asked = [
             self._measure(document, prompt, begin)
@@ -143,7 +143,7 @@ class _Measurement:
         seconds = time.perf_counter() - begin
         during = difference(read_io(os.getpid()), io)
         settled = await self._settle()
-        after = _counters(self._task["counters"])
+        after = counters_of(self._task["counters"])
         self._emit(
             {
                 "event": "phase",
@@ -162,7 +162,7 @@ class _Measurement:
         )
 
 
-def _start(options: dict[str, Any]) -> Any:
+def start_engine(options: dict[str, Any]) -> Any:
     """vLLM's asynchronous engine, its core in a process of its own, as a server has it."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -182,7 +182,7 @@ def _facts() -> dict[str, Any]:
 
 async def _main(task: dict[str, Any], emit: Emit) -> None:
     begin = time.perf_counter()
-    engine = _start(task["engine"])
+    engine = start_engine(task["engine"])
     _KEPT.append(engine)
     emit({"event": "started", "startup_s": time.perf_counter() - begin, **_facts()})
     measurement = _Measurement(engine, task, emit)
@@ -212,6 +212,11 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     _end(1)
 
 
-if __name__ == "__main__":
+def end_at_once(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a process's main function and end, however it ends, without Python's own end."""
     sys.excepthook = _fail
     _end(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    end_at_once(main)

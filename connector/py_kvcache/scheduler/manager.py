@@ -71,8 +71,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._postponed = Postponed(self._names, self._adapters)
         known = Known(config, self._names, self._adapters, self._index, self._postponed, self._count)
         self._lookups = Lookups(known, self._requests, self._prober, parts)
-        file = ThresholdsFile(config.thresholds, spaces.engine, self._prober.run)
-        self._gate = Gate(Mode(config.gate), config.block_tokens, config.read_bytes_per_s, file.current)
+        self._file = ThresholdsFile(config.thresholds, spaces.engine, self._prober.run)
+        self._gate = Gate(Mode(config.gate), config.block_tokens, config.read_bytes_per_s, self._file.current)
         self._storing = Storing(known, lambda now: self._gate.can_pay(longest, now))
         self._foresight = Foresight(known, self._requests, self._waiting, self._lookups, self._gate)
         # Finished in this step and in the one before: 0.26 finishes a request before it stores its last
@@ -265,7 +265,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         """What the ranks reported this step, before vLLM handles the completed jobs."""
         now = self._clock()
         if report.layouts:
-            self._names.set_layouts(report.layouts)
+            self.set_layouts(report.layouts)
         self._adapters.heard(report.adapters)
         self._gate.pace.heard(report.paces, now)
         self._foresight.heard(report.resident)
@@ -299,6 +299,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
     def set_layouts(self, layouts: Iterable[Mapping[str, Any]]) -> None:
         """The workers described their KV tensors: from now on namespaces are known."""
         self._names.set_layouts(layouts)
+        # Whose thresholds are meant is known, too: they are wanted with the first request.
+        self._file.current(self._clock())
 
     # ---- the rest of OffloadingManager
 
