@@ -66,7 +66,8 @@ def test_a_gate_that_says_never_loads_and_stores_nothing(tiny: str, tmp_path: Pa
     write(digest)
     report = pairs.run(config, pairs=3)
     ours = report["systems"][1]
-    assert ours["cached_tokens"] == 0 and report["same_text"] and ours["folder_bytes"] == 0
+    assert ours["cached_tokens"] == 0 and report["same_text"]
+    assert ours["folder_bytes"] < 4096, "what the folder is for, and no block"
     assert ours["counters"]["vllm:py_kvcache_stores_dropped{reason=never_pays}"] > 0
 
 
