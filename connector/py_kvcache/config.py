@@ -89,9 +89,7 @@ class Config(BaseModel):
         description="read what waiting requests will want into that memory; alone: one request at a time, "
         "and only while no load is under way",
     )
-    preload_requests: int = Field(
-        8, ge=1, le=1_024, description="how many waiting requests are looked up ahead"
-    )
+    preload_requests: int = Field(8, ge=1, le=64, description="how many waiting requests are looked up ahead")
     preload_bytes: int | None = Field(
         None, ge=0, description="how much of memory_bytes preloads may take; default: half of it"
     )

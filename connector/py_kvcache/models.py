@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from py_kvcache.curves import Curve
 from py_kvcache.errors import ConfigError
 
+MOST_BYTES = 1 << 20
 THRESHOLDS_SCHEMA = "py-kvcache/thresholds/1"
 NODE_VARIABLE = "NODE_NAME"
 
@@ -82,9 +84,15 @@ def thresholds_path(path: str, environ: dict[str, str] | None = None) -> str:
 
 def read_thresholds(path: str) -> Thresholds:
     """Raises ConfigError with what is wrong and what to do; OSError if the file cannot be read."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    # Without O_NONBLOCK opening a FIFO would wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"{path} is no ordinary file; give the file that calibration has written")
+        text = file.read(MOST_BYTES + 1)
     try:
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
         return Thresholds.model_validate(json.loads(text))
     except ValidationError as error:
         first = error.errors()[0]

@@ -151,3 +151,61 @@ def test_the_last_token_is_always_computed_so_a_block_that_it_ends_is_not_wanted
     request.request.num_prompt_tokens = 3 * TOKENS
     engine.manager.wants()
     assert [len(q.keys) for q in engine.prober.questions] == [2]
+
+
+def test_a_rank_that_has_said_nothing_of_it_has_nothing():
+    engine = make()
+    engine.admit("a", keys(3))
+    engine.manager.wants()
+    answer(engine, 3)
+    (want,) = engine.manager.wants() or ()
+    paces = {rank: Pace((0, 0.0), (0, 0.0), BLOCK_BYTES) for rank in (0, 1)}
+    engine.manager.note_report(WorkerReport(paces=paces, resident={0: {want.number: 3}}))
+    assert engine.manager._foresight.in_memory(engine.manager._requests["a"]) == 0
+
+
+def test_who_loads_and_was_preempted_is_listed_once():
+    engine = make()
+    request = engine.admit("a", keys(3))
+    engine.manager.wants()
+    answer(engine, 3)
+    engine.manager.wants()
+    engine.ask(request)
+    engine.manager.allocated(request.request, 3 * TOKENS)
+    engine.manager.preempted(["a"])
+    engine.manager._foresight._last = ()
+    engine.now += 1
+    assert lengths(engine.manager.wants()) == [3]
+
+
+def test_a_long_chain_is_counted_once_and_cut_to_what_may_be_read(monkeypatch: pytest.MonkeyPatch):
+    engine = make(preload_bytes=10 * (BLOCK_BYTES + 8192))
+    engine.admit("a", keys(1000))
+    engine.manager.wants()
+    assert [len(question.keys) for question in engine.prober.questions] == [10]
+    answer(engine, 10)
+    asked = []
+    index = engine.manager._index
+    presence = index.presence
+    monkeypatch.setattr(index, "presence", lambda block, now: (asked.append(block), presence(block, now))[1])
+    assert lengths(engine.manager.wants()) == [10]
+    engine.now += 1
+    engine.manager.wants()
+    assert len(asked) == 10
+
+
+def test_a_defect_in_a_guess_costs_its_advantage_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    engine = make()
+    request = engine.admit("a", keys(3))
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine.manager._foresight, "wants", fail)
+    monkeypatch.setattr(engine.manager._gate, "judge", fail)
+    for _ in range(3):
+        assert engine.manager.wants() is None
+        assert engine.manager.pays(request.request, 0, TOKENS)
+    assert sorted(record.getMessage().split()[2] for record in caplog.records) == ["gate", "preload"]

@@ -339,3 +339,43 @@ def test_nothing_is_asked_before_the_engine_is_known_or_while_a_look_hangs(tmp_p
     assert len(jobs) == 1
     jobs.pop()()
     assert file.current(100.0) is not None
+
+
+def test_a_good_file_that_was_away_for_a_while_is_used_again(tmp_path: Path):
+    path = tmp_path / "t.json"
+    write(path)
+    file = ThresholdsFile(str(path), lambda: ENGINE, run_now)
+    file.current(0.0)
+    path.rename(tmp_path / "away")
+    file.current(10.0)
+    assert file.current(11.0) is None
+    (tmp_path / "away").rename(path)
+    file.current(20.0)
+    assert file.current(21.0) is not None
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "binary", "large", "denormal"])
+def test_whatever_lies_in_the_files_place_is_complained_of_and_hangs_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+):
+    path = tmp_path / "t.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe\x00")
+    elif kind == "large":
+        path.write_bytes(b" " * (2 << 20))
+    else:
+        write(
+            path, prefill=[[5e-324, 1.7e308], [1e-12, 1e300], [1e-3, 1e300], [0.075, 1.0], [1.7e308, 1e-12]]
+        )
+    file = ThresholdsFile(str(path), lambda: ENGINE, run_now)
+    file.current(0.0)
+    assert file.current(1.0) is None and len(caplog.records) == 1
+    if kind != "folder":
+        path.unlink()
+        write(path)
+        file.current(10.0)
+        assert file.current(11.0) is not None

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from worker_doubles import HOLD, file_of, key_of
+from worker_world import LOSE
 
 from py_kvcache.worker.jobs import BlockWork
 
@@ -85,16 +86,16 @@ def test_what_nobody_wants_any_more_is_given_back_at_once(shelved):
     r.assert_idle()
 
 
-def test_reads_of_what_nobody_wants_any_more_are_given_up(shelved):
-    r = shelved()
+def test_reads_of_what_nobody_wants_any_more_end_and_nothing_stays(shelved):
+    r = shelved(io_depth=2)
     r.world.rule("read", HOLD)
     want(r, (1, 4))
-    r.run(10)
+    r.run(10)  # two are read, two are open
     want(r)
     r.run(10)
     r.world.release()
     r.run()
-    assert fates(r) == {"cancelled": 4} and r.staging.kept == 0
+    assert fates(r) == {"cancelled": 2, "wasted": 2} and r.staging.kept == 0
     r.assert_idle()
 
 
@@ -108,19 +109,84 @@ def test_blocks_that_requests_share_are_read_once_and_counted_for_both(shelved):
     r.assert_idle()
 
 
-def test_loads_go_first_and_their_arrival_ends_reads_of_other_files(shelved):
-    r = shelved(keep=8, shelf=8, slots=6, io_depth=4)
+def test_loads_go_before_all_that_is_only_open(shelved):
+    r = shelved(keep=8, shelf=8, slots=6, io_depth=2, lookahead=8)
     r.world.rule("read", HOLD)
-    want(r, (1, 8))
+    want(r, (1, 6))
     r.run(5)
-    assert len(r.world.held("read")) == 4
+    assert len(r.world.held("read")) == 2
     r.load(2, 3)
     r.run(5)
     r.world.release()
     r.run()
     assert r.results[2].failed == () and all(r.loaded(2, n) for n in range(3))
-    assert fates(r) == {"cancelled": 8}, "those that were open, too"
-    assert r.staging.kept == 8, "what was given up is read afterwards"
+    order = reads(r)
+    assert max(order.index(r.path(2, n)) for n in range(3)) < 5, "behind the two that had begun"
+    assert fates(r) == {} and r.staging.kept == 8
+    r.assert_idle()
+
+
+@pytest.mark.parametrize("stage", ["read", "openat"])
+def test_a_file_that_hangs_is_not_tried_again_and_costs_one_place(shelved, stage):
+    r = shelved(keep=8, shelf=8, slots=6, io_depth=4, lookahead=4)
+    r.world.rule(stage, LOSE, path=r.path(1, 0))
+    want(r, (1, 1))
+    r.run(5)
+    for n in range(2, 30):
+        r.load(n, 2)
+        want(r, (1, 1), (n, 1))
+        r.run(10)
+        assert r.results[n].failed == ()
+    assert sum(op == stage and path == r.path(1, 0) for op, path in r.world.log) == 1
+
+
+def test_loads_that_keep_coming_do_not_keep_preloads_from_their_end(shelved):
+    r = shelved(keep=8, shelf=8, slots=6)
+    want(r, (1, 4))
+    for n in range(2, 40):
+        r.load(n, 1)
+        r.run(4)
+    assert sum(path.startswith("/cache/1/") for path in reads(r)) == 4 and r.reactor.held == {1: 4}
+    r.run()
+    r.assert_idle()
+
+
+def test_a_bad_file_is_left_alone_for_a_minute(shelved):
+    r = shelved()
+    r.world.rule("read", -errno.EIO, path="/cache/1/")
+    for n in range(10):
+        want(r, (1, 3), (100 + n, 1))
+        r.run(8)
+    bad = [path for path in reads(r) if path.startswith("/cache/1/")]
+    assert len(bad) == 3
+    r.world.release()
+    r.clock.now += 61
+    want(r, (1, 3))
+    r.run()
+    assert r.reactor.held == {1: 3}
+    r.assert_idle()
+
+
+def test_what_was_given_up_for_another_is_read_again_and_told_right(shelved):
+    r = shelved(keep=4, shelf=2)
+    r.load(1, 2)
+    r.run()
+    want(r, (1, 2))
+    r.run(5)
+    assert r.reactor.held == {1: 2}
+    r.load(2, 4)
+    r.run()
+    assert r.reactor.held == {1: 2} and all(r.reactor._core.tier.has(r.path(1, n)) for n in range(2))
+    r.assert_idle()
+
+
+def test_what_is_wanted_is_not_given_up_for_what_is_wanted_later(shelved):
+    r = shelved(keep=4, shelf=4)
+    r.load(1, 4)
+    r.run()
+    want(r, (1, 4), (2, 4))
+    r.run(200)
+    assert len(reads(r)) == 4 and r.reactor.held == {1: 4, 2: 0}
     r.assert_idle()
 
 

@@ -20,6 +20,8 @@ from py_kvcache.scheduler.waiting import Waiting
 
 # How often it is looked again though the queue has not changed: rates have, perhaps.
 _AGAIN_S = 0.5
+# How long what was counted of a request's chain stands; it only grows meanwhile.
+_COUNT_AGAIN_S = 20.0
 
 
 class Foresight:
@@ -54,7 +56,7 @@ class Foresight:
         self._seen, self._looked_at = seen, now
         found = []
         for name in names:
-            want = self._want(name, self._requests[name], now)
+            want = self._want(name, self._requests[name], now, most)
             if want is None:
                 continue
             found.append(Want(want.number, want.space, want.keys[:most]))
@@ -73,9 +75,11 @@ class Foresight:
 
     def in_memory(self, state: RequestState) -> int:
         """Blocks of a request that every rank has in memory, as far as is known."""
-        if state.want is None or not self._resident:
+        if state.want is None:
             return 0
-        return min(blocks.get(state.want.number, 0) for blocks in self._resident.values())
+        number, ranks = state.want.number, self._gate.pace.ranks
+        # Who has not said so has nothing.
+        return min((self._resident.get(rank, {}).get(number, 0) for rank in ranks), default=0)
 
     def _most_blocks(self) -> int:
         payload = self._gate.pace.block_bytes
@@ -83,18 +87,17 @@ class Foresight:
 
     def _candidates(self) -> Iterator[str]:
         """Who loads just now claims what was read for him; then who waits, in order."""
-        for name in self._gate.pace.loading():
-            if name in self._requests:
-                yield name
+        loading = dict.fromkeys(self._gate.pace.loading())
+        yield from (name for name in loading if name in self._requests)
         for place, name in enumerate(self._waiting):
             if place >= self._lookahead:
                 return
-            if name in self._requests:
+            if name in self._requests and name not in loading:
                 yield name
 
-    def _want(self, name: str, state: RequestState, now: float) -> Want | None:
+    def _want(self, name: str, state: RequestState, now: float, most: int) -> Want | None:
         """What of this request is stored and would be loaded; None if nothing is, or nobody knows yet."""
-        facts, index = state.facts, self._known.index
+        facts = state.facts
         if facts is None or not state.load or state.adapter is not None:
             return None
         if state.want is not None and self._gate.pace.is_planned(name):
@@ -103,12 +106,8 @@ class Foresight:
             state.space = self._known.names.space_of(None)
         if state.space is None:
             return None
-        keys = self._chain(state)
-        present = 0
-        for key in keys:
-            if index.presence((state.space, key), now) is not Presence.SEEN:
-                break
-            present += 1
+        keys = self._chain(state, most)
+        present = self._count(state, keys, now)
         if present < len(keys):
             self._lookups.foresee(name, state, keys[present:], now)
             if state.want is not None and state.ticket is not None:
@@ -124,9 +123,26 @@ class Foresight:
             state.want = Want(self._numbers, state.space, tuple(keys[:present]))
         return state.want
 
-    def _chain(self, state: RequestState) -> list[bytes]:
-        """Keys of all blocks of the prompt that vLLM would load: the last token is always computed."""
+    def _count(self, state: RequestState, keys: list[bytes], now: float) -> int:
+        """Blocks at the head of the chain that are stored; a long one is not counted anew in each step."""
+        if now >= state.foreseen_until or state.foreseen > len(keys):
+            state.foreseen, state.foreseen_until = 0, now + _COUNT_AGAIN_S
+        present, index, space = state.foreseen, self._known.index, state.space or ""
+        while present < len(keys) and index.presence((space, keys[present]), now) is Presence.SEEN:
+            present += 1
+        state.foreseen = present
+        return present
+
+    def _chain(self, state: RequestState, most: int) -> list[bytes]:
+        """Keys of the blocks of the prompt that vLLM would load: the last token is always computed.
+
+        The first ``most`` of them, or more if they are known already.
+        """
         facts = state.facts
         assert facts is not None
         whole = (facts.num_prompt_tokens - 1) // self._known.config.block_tokens
-        return [vllm_api.key_of(block_hash) for block_hash in state.chain_hashes()[:whole]]
+        known, wanted = state.chain, min(whole, most)
+        if len(known) < wanted:
+            more = state.chain_hashes(len(known), wanted)
+            known.extend(vllm_api.key_of(block_hash) for block_hash in more)
+        return known

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from py_kvcache import metrics
 from py_kvcache.config import Config
@@ -42,6 +42,7 @@ from py_kvcache.vllm_api import (
 )
 
 logger = logging.getLogger("vllm.py_kvcache.manager")
+T = TypeVar("T")
 
 
 class Manager(OffloadingManager):  # type: ignore[misc]
@@ -64,6 +65,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._adapters = Adapters(ranks)
         self._names = Names(config, spaces, self._prober, self._adapters)
         self._step = 0
+        self._defects: set[str] = set()
         self._clock = clock
         self._index = Index()
         self._requests: dict[str, RequestState] = {}
@@ -121,7 +123,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         ``spans``: for each request in it, how many tokens are computed before and after it.
         """
         self._step += 1
-        self._gate.prefill.step_began(self._step, spans, self._clock())
+        learner = self._gate.prefill
+        self._guess("prefills", lambda: learner.step_began(self._step, spans, self._clock()), None)
         return self._step
 
     def on_schedule_end(self, context: Any) -> None:
@@ -177,7 +180,17 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         """What waiting requests will want, for the workers; None if nothing has changed."""
         now = self._clock()
         self._lookups.take_answers(now)
-        return self._foresight.wants(now)
+        return self._guess("preload", lambda: self._foresight.wants(now), None)
+
+    def _guess(self, what: str, do: Callable[[], T], otherwise: T) -> T:
+        """What only makes things faster must not end the engine. A defect of ours is told once for each."""
+        try:
+            return do()
+        except Exception:
+            if what not in self._defects:
+                logger.exception("py-kvcache: the %s failed; this is a defect, please report it", what)
+                self._defects.add(what)
+            return otherwise
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """vLLM took these requests' blocks for others; they wait again."""
@@ -213,8 +226,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             return True
         total = local_tokens + external_tokens
         hit = Hit(request.num_prompt_tokens, local_tokens, total, self._foresight.in_memory(state))
-        state.decision = self._gate.judge(hit, state.decision, self._clock())
-        return state.decision.load
+        before = state.decision
+        state.decision = self._guess("gate", lambda: self._gate.judge(hit, before, self._clock()), None)
+        return state.decision is None or state.decision.load
 
     def wait_if_asking(self) -> None:
         """In a step that computes nothing: until the file system answers, or a moment."""
@@ -267,10 +281,11 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if report.layouts:
             self.set_layouts(report.layouts)
         self._adapters.heard(report.adapters)
-        self._gate.pace.heard(report.paces, now)
+        self._guess("pace", lambda: self._gate.pace.heard(report.paces, now), None)
         self._foresight.heard(report.resident)
         if report.step:
-            self._gate.prefill.step_ended(report.step, now)
+            learner = self._gate.prefill
+            self._guess("prefills", lambda: learner.step_ended(report.step, now), None)
         for failures in report.failed_loads.values():
             self._note_failed_load(failures, now)
             self._samples.add(metrics.RECOMPUTED_BLOCKS, len(failures.faults))
@@ -311,7 +326,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._lookups.clear()
         for state in self._requests.values():
             state.space, state.ticket, state.hole = None, None, False
-            state.asked, state.absent = [], set()
+            state.asked, state.absent, state.foreseen, state.want = [], set(), 0, None
             self._postponed.forget(state)
             # What it has computed so far was computed before; vLLM offers it once more.
             state.store = state.store and not state.counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from py_kvcache.plan import Meters, Pace
@@ -11,6 +11,7 @@ from py_kvcache.plan import Meters, Pace
 # A rate is of the last reads that took so long or were so many, whichever is less: slow storage must not be
 # remembered as fast for longer than it takes to notice.
 _WINDOW_S, _WINDOW_BYTES = 0.25, 1 << 30
+_LEAST_S = 1e-6  # less tells nothing of storage, and makes numbers that are none
 _NEW_WEIGHT = 0.3  # of the last load's latency in the mean
 _LONGEST_LATENCY_S = 5.0
 
@@ -38,7 +39,7 @@ class _Window:
     def rate(self) -> float:
         """Bytes per second; 0 if unknown."""
         nbytes, seconds = (b - a for a, b in zip(self.sums[0], self.sums[-1], strict=True))
-        return nbytes / seconds if seconds > 0 else 0.0
+        return nbytes / seconds if seconds > _LEAST_S else 0.0
 
 
 def _enough(since: Meters, total: Meters) -> bool:
@@ -69,6 +70,11 @@ class LoadPace:
             if self._reads.setdefault(rank, _Window()).add(pace.reads):
                 self.measured_at = now
             self._writes.setdefault(rank, _Window()).add(pace.writes)
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those that have said anything."""
+        return self._reads.keys()
 
     @property
     def rate(self) -> float:

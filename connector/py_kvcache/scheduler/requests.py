@@ -77,6 +77,9 @@ class RequestState:
     sure: frozenset[bytes] = frozenset()
     offered_again: bool = False
     counted: bool = False
+    chain: list[bytes] = field(default_factory=list)  # keys, as far as they were asked for
+    foreseen: int = 0  # so many of them are stored
+    foreseen_until: float = 0.0  # when they are counted anew
     want: Want | None = None  # what the workers were told of it
     decision: Decision | None = None  # the gate's, of the last look-up that found something
     local_tokens: int = 0
@@ -95,12 +98,12 @@ class RequestState:
         """What the workers compare with what they have loaded."""
         return None if self.adapter is None else self.adapter.note
 
-    def chain_hashes(self) -> list[bytes]:
-        """Of all whole blocks of the request: each is the hash of its last engine block."""
+    def chain_hashes(self, first: int, end: int) -> list[bytes]:
+        """Of some blocks of the request, by position: each is the hash of its last engine block."""
         if self.facts is None:
             return []
         per = self.hashes_per_block
-        return list(self.facts.block_hashes[per - 1 :: per])
+        return list(self.facts.block_hashes[(first + 1) * per - 1 : end * per : per])
 
     def index_of(self, key: bytes) -> int:
         """Position of a block in the request's chain; 0 if the chain does not have it."""

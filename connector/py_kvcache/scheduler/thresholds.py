@@ -52,6 +52,7 @@ class ThresholdsFile:
             signature = status.st_mtime_ns, status.st_size, status.st_ino
             if signature == self._seen:
                 return
+            self._seen = None  # what could not be read is read again
             value = read_thresholds(path)
             self._seen = signature
             if value.engine != engine:
@@ -63,9 +64,11 @@ class ThresholdsFile:
             log.info(
                 "py-kvcache: thresholds of %s are in use (%s)", path, ", ".join(value.thresholds) or "none"
             )
-        except (ConfigError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a file makes of pydantic or a curve: it is no good
             self._value = None
-            self._complain(str(error))
+            if isinstance(error, OSError):
+                self._seen = None
+            self._complain(str(error) or type(error).__name__)
         finally:
             self._busy = False
 

@@ -149,7 +149,8 @@ def build(config: Config, kv_caches: Any, page_map: PageMap, rank: int) -> Parts
             memory_tier=config.memory_tier,
             tier_slots=plan.tier_slots,
             preload_slots=config.preload_blocks(slot_bytes),
-            preload_depth=config.io_workers,
+            # Of the files that may be open ahead loads keep half, however slowly preloads are read.
+            preload_depth=max(1, min(config.io_workers, config.open_lookahead // 2)),
             preload_alone=config.preload == "alone",
         ),
         trace=trace,

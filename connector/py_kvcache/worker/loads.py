@@ -55,9 +55,7 @@ class Loads:
         self._ready: list[Transfer] = []
         self._orphans: deque[Transfer] = deque()  # whose joined read came to nothing; given-up ones included
         self._sharing = Sharing(core, device, self._serve, self._orphans.append, self._hasten)
-        self.preloads = Preloads(
-            core, core.settings.preload_depth, self._sharing.is_joined, self._sharing.is_read
-        )
+        self.preloads = Preloads(core, core.settings.preload_depth, self._sharing)
         self._copied_now: set[int] = set()  # slots: the device has room for one copy of each
         self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
         self._budget = RateBudget(core.settings.read_bytes_per_s)
@@ -67,8 +65,6 @@ class Loads:
     def add(self, run: Running) -> None:
         """Queue a job."""
         self._jobs.append(run)
-        if self.preloads:
-            self.preloads.make_way({work.path for job in self._jobs for work in job.job.blocks})
 
     def schedule(self) -> None:
         """Begin all that may begin. The order is: what holds slots first, so that slots come back soonest."""

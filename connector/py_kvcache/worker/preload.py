@@ -4,26 +4,32 @@ The scheduler tells what it would like, most urgent first, and tells again when 
 longer in the list is given back. Each block is a job of its own, which ends on the tier's shelf instead of
 the device and is reported to nobody. A load that wants a block being preloaded joins its read, as it would
 any other's, and makes it as urgent as itself.
+
+A read that has begun is never given up: the device would do it all the same, for nothing, and while a file
+hangs it must not be read once more. Its slot is one of the tier's, so that no load lacks it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.jobs import BlockWork, Job, Kind, Running, Transfer
-from py_kvcache.worker.transfer import Event
+from py_kvcache.worker.transfer import Event, LoadState
 
 if TYPE_CHECKING:
     from py_kvcache.worker.core import Core
+    from py_kvcache.worker.sharing import Sharing
 
 # The number of each want, and its blocks.
 Wanted = Sequence[tuple[int, tuple[BlockWork, ...]]]
 
 # In the order of reads: behind all that a request waits for.
 LAST = 1 << 60
+# A file that could not be read is left alone so long: on a bad disk each try takes seconds.
+NOT_AGAIN_FOR_S = 60.0
 
 
 class Preloads:
@@ -31,56 +37,53 @@ class Preloads:
 
     Args:
         depth: reads at once.
-        joined: whether a load waits for this block's read.
-        is_read: whether a file is being read, or its block copied.
     """
 
-    def __init__(
-        self,
-        core: Core,
-        depth: int,
-        joined: Callable[[Transfer], bool],
-        is_read: Callable[[str], bool],
-    ) -> None:
-        self._core, self._depth, self._joined, self._is_read = core, depth, joined, is_read
+    def __init__(self, core: Core, depth: int, sharing: Sharing) -> None:
+        self._core, self._depth, self._sharing = core, depth, sharing
+        self._wants: Wanted = ()
         self._wanted: dict[str, BlockWork] = {}
+        self._wanted_by: dict[str, set[int]] = {}
         self._todo: deque[BlockWork] = deque()
         self._under_way: dict[str, tuple[Running, Transfer]] = {}
+        self._failed: dict[str, float] = {}  # path -> until when it is left alone
         self._numbers = 0
-        self._wanted_by: dict[str, list[int]] = {}
+        self._losses = 0  # of the tier, when it was looked at last
         self.held: dict[int, int] = {}  # of each want, blocks in memory; read by other threads, never changed
-
-    def __len__(self) -> int:
-        return len(self._under_way)
 
     def want(self, wants: Wanted) -> None:
         """The whole list, in the order in which requests will want them."""
         core = self._core
         # Blocks that requests share are wanted by the first of them.
-        self._wanted, self._wanted_by = {}, {}
+        self._wants, self._wanted, self._wanted_by = wants, {}, {}
         for number, works in wants:
             for work in works:
                 self._wanted.setdefault(work.path, work)
-                self._wanted_by.setdefault(work.path, []).append(number)
-        self.held = {number: sum(core.tier.has(work.path) for work in works) for number, works in wants}
-        self._todo = deque(self._wanted.values())
+                self._wanted_by.setdefault(work.path, set()).add(number)
+        self._failed = {path: until for path, until in self._failed.items() if path in self._wanted}
         core.tier.expect({path: place for place, path in enumerate(self._wanted)})
         core.tier.clear_shelf(self._wanted)
-        self._cancel_all_but(self._wanted)
-
-    def make_way(self, paths: Container[str]) -> None:
-        """A request waits for these files now: reads of others end, as far as the kernel lets them."""
-        self._cancel_all_but(paths)
+        for path, (run, t) in list(self._under_way.items()):
+            if path not in self._wanted and t.state is LoadState.OPENED and not self._sharing.is_joined(t):
+                core.give_up(run, BlockError(Fault.CANCELLED, path, 0, "nobody waits for it any more"))
+        self._look()
 
     def begin(self) -> Transfer | None:
         """The next block to open, if there is one and a place for it."""
         core = self._core
+        if self._wanted and core.tier.losses != self._losses:
+            self._look()
         while self._todo and len(self._under_way) < self._depth:
             work = self._todo[0]
-            if work.path in self._under_way or core.tier.has(work.path) or self._is_read(work.path):
+            path = work.path
+            if path in self._under_way or core.tier.has(path) or self._sharing.is_read(path):
                 self._todo.popleft()
                 continue
-            if not core.tier.promise():
+            if core.now < self._failed.get(path, 0.0):
+                self._todo.popleft()
+                continue
+            # What is wanted makes no room for what is wanted later, or both would be read for ever.
+            if not core.tier.promise(self._wanted):
                 return None
             self._todo.popleft()
             self._numbers -= 1
@@ -89,22 +92,25 @@ class Preloads:
             core.queued[Kind.PRELOAD] += 1
             t = core.begin(run)
             t.serial += LAST
-            self._under_way[work.path] = run, t
+            self._under_way[path] = run, t
             return t
         return None
 
     def filled(self, t: Transfer) -> None:
         """The block is in its slot, which goes to the shelf."""
         assert t.slot is not None
-        del self._under_way[t.work.path]
+        tier, path = self._core.tier, t.work.path
+        del self._under_way[path]
         if t.slot.holders > 1:
             # A load has it already, and offers it when it has copied it.
-            self._core.tier.break_promise()
-            self._core.tier.claimed += 1
+            tier.break_promise()
+            tier.claimed += 1
+        elif path in self._wanted or self._sharing.is_joined(t):
+            tier.shelve(path, t.slot)
+            self.held = {**self.held, **{n: self.held[n] + 1 for n in self._wanted_by.get(path, ())}}
         else:
-            self._core.tier.shelve(t.work.path, t.slot)
-        for number in self._wanted_by.get(t.work.path, ()):
-            self.held = {**self.held, number: self.held[number] + 1}
+            tier.break_promise()
+            tier.wasted += 1
         self._core.move(t, Event.SHELVE)
         self._core.succeed(t)
 
@@ -115,11 +121,12 @@ class Preloads:
                 del self._under_way[path]
                 self._core.tier.break_promise()
                 self._core.counters.preloads_lost += 1
+                if any(error.fault is not Fault.CANCELLED for error in run.failed.values()):
+                    self._failed[path] = self._core.now + NOT_AGAIN_FOR_S
 
-    def _cancel_all_but(self, paths: Container[str]) -> None:
-        for path, (run, t) in reversed(list(self._under_way.items())):
-            if path not in paths and not self._joined(t):
-                if path in self._wanted:
-                    self._todo.appendleft(t.work)
-                self._core.give_up(run, BlockError(Fault.CANCELLED, path, 0, "nobody waits for it any more"))
-        self.follow()
+    def _look(self) -> None:
+        """What is there of the wanted, and what is to be read."""
+        tier = self._core.tier
+        self._losses = tier.losses
+        self._todo = deque(work for work in self._wanted.values() if not tier.has(work.path))
+        self.held = {number: sum(tier.has(work.path) for work in works) for number, works in self._wants}

@@ -36,6 +36,7 @@ class Tier:
         self.given_up = 0
         self.claimed = 0  # preloaded blocks that a load wanted
         self.wasted = 0  # and those that none did
+        self.losses = 0  # grows whenever a block leaves, that others may look again
 
     def __len__(self) -> int:
         return len(self._slots) + len(self._shelf)
@@ -84,6 +85,7 @@ class Tier:
         if self._retention is not None and path in self._slots:
             self._retention.drop(path)
             self._staging.let_go(self._slots.pop(path))
+            self.losses += 1
         self._waste(path)
 
     def expect(self, waiting: Mapping[str, int]) -> None:
@@ -93,12 +95,15 @@ class Tier:
 
     # ---- the shelf
 
-    def promise(self) -> bool:
-        """Whether a block that is to be read may come; then ``shelve`` or ``break_promise`` follows."""
+    def promise(self, pinned: Container[str] = ()) -> bool:
+        """Whether a block that is to be read may come; then ``shelve`` or ``break_promise`` follows.
+
+        ``pinned`` blocks are not given up for it.
+        """
         if self._retention is None or len(self._shelf) + self._promised >= self._shelf_capacity:
             return False
         while not self._has_room:
-            victim = self._retention.evict(None, _Busy(self._slots))
+            victim = self._retention.evict(None, _Busy(self._slots, pinned))
             if victim is None:
                 return False
             self._give_up(victim)
@@ -128,6 +133,7 @@ class Tier:
         if slot is not None:
             self._staging.let_go(slot)
             self.wasted += 1
+            self.losses += 1
 
     @property
     def _has_room(self) -> bool:
@@ -136,14 +142,17 @@ class Tier:
     def _give_up(self, path: str) -> None:
         self._staging.let_go(self._slots.pop(path))
         self.given_up += 1
+        self.losses += 1
 
 
 class _Busy:
-    """The blocks that somebody is copying just now."""
+    """The blocks that somebody is copying just now, and others."""
 
-    def __init__(self, slots: Mapping[str, Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Mapping[str, Slot], others: Container[str] = ()) -> None:
+        self._slots, self._others = slots, others
 
     def __contains__(self, path: object) -> bool:
+        if path in self._others:
+            return True
         slot = self._slots.get(path)  # type: ignore[call-overload]
         return slot is not None and slot.holders > 0
