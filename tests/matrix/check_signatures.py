@@ -44,7 +44,7 @@ MEMBERS = f"""
 {V1}.offloading.common:OffloadingConnectorMetadata load_jobs store_jobs jobs_to_flush
 {V1}.offloading.common:OffloadingWorkerMetadata    completed_jobs transfer_stats aggregate
 {V1}.offloading.scheduler:OffloadingConnectorScheduler manager config _jobs _req_status
-{V1}.offloading.scheduler:SchedulerOffloadConfig   blocks_per_chunk
+{V1}.offloading.scheduler:SchedulerOffloadConfig   blocks_per_chunk kv_group_configs
 {V1}.offloading.scheduler:TransferJobStatus   req_id is_store
 {V1}.offloading.scheduler:RequestOffloadState group_states
 {V1}.offloading.scheduler:RequestGroupState   offload_keys block_ids next_stored_chunk_idx
@@ -67,9 +67,13 @@ vllm.v1.kv_cache_interface:FullAttentionSpec  block_size
 vllm.v1.kv_cache_interface:MLAAttentionSpec   block_size
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs block_size kv_cache_specs
 vllm.v1.request:Request                       request_id block_hashes num_prompt_tokens lora_request status
-  resumable
+  resumable num_computed_tokens num_tokens
 vllm.v1.request:RequestStatus                 FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED
 vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens preempted_req_ids
+  num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs
+vllm.v1.core.sched.output:NewRequestData      req_id num_computed_tokens
+vllm.v1.core.sched.output:CachedRequestData   req_ids num_computed_tokens
+vllm.v1.core.block_pool:BlockPool             get_num_free_blocks
 vllm.lora.request:LoRARequest                 lora_name lora_int_id load_inplace
   tensorizer_config_dict<0.31
 vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters lora_config
@@ -99,6 +103,7 @@ vllm.config:VllmConfig                        model_config cache_config parallel
 CALLS = f"""
 {V1}.base:KVConnectorMetadata
 {V1}:KVConnectorBase_V1                       vllm_config role kv_cache_config
+{OFFLOAD}:make_offload_key                    _ _
 {V1}.offloading_connector:OffloadingConnector vllm_config role kv_cache_config
 {V1}.offloading.common:OffloadingWorkerMetadata    completed_jobs transfer_stats
 {V1}.offloading.metrics:OffloadingConnectorStats
