@@ -103,7 +103,6 @@ vllm.config:VllmConfig                        model_config cache_config parallel
 CALLS = f"""
 {V1}.base:KVConnectorMetadata
 {V1}:KVConnectorBase_V1                       vllm_config role kv_cache_config
-{OFFLOAD}:make_offload_key                    _ _
 {V1}.offloading_connector:OffloadingConnector vllm_config role kv_cache_config
 {V1}.offloading.common:OffloadingWorkerMetadata    completed_jobs transfer_stats
 {V1}.offloading.metrics:OffloadingConnectorStats
