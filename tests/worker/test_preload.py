@@ -140,6 +140,24 @@ def test_a_file_that_hangs_is_not_tried_again_and_costs_one_place(shelved, stage
     assert sum(op == stage and path == r.path(1, 0) for op, path in r.world.log) == 1
 
 
+def test_what_was_kept_for_a_load_that_gave_up_goes_too(shelved):
+    r = shelved()
+    r.world.rule("read", HOLD)
+    want(r, (1, 2))
+    r.run(5)
+    r.load(1, 2, seconds=1.0)
+    r.run(5)
+    want(r)
+    r.run(3)
+    r.step(2.0)
+    r.run(3)
+    assert 1 in r.results
+    r.world.release()
+    r.run()
+    assert r.staging.kept == 0
+    r.assert_idle()
+
+
 def test_loads_that_keep_coming_do_not_keep_preloads_from_their_end(shelved):
     r = shelved(keep=8, shelf=8, slots=6)
     want(r, (1, 4))

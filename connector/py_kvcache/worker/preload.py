@@ -123,6 +123,9 @@ class Preloads:
                 self._core.counters.preloads_lost += 1
                 if any(error.fault is not Fault.CANCELLED for error in run.failed.values()):
                     self._failed[path] = self._core.now + NOT_AGAIN_FOR_S
+        if not self._wanted and not self._core.census[LoadState.JOINED]:
+            # Left for loads that had joined, and gave up.
+            self._core.tier.clear_shelf(())
 
     def _look(self) -> None:
         """What is there of the wanted, and what is to be read."""
