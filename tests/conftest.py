@@ -45,7 +45,7 @@ module(KV + ".offloading_connector", **classes("OffloadingConnector"))
 module("vllm.v1.kv_offload.base", **classes(
     "GPULoadStoreSpec", "LoadStoreSpec", "LookupResult", "OffloadingCounterMetadata",
     "OffloadingGaugeMetadata", "OffloadingManager", "OffloadingSpec", "OffloadingWorker",
-    "PrepareStoreOutput", "RequestOffloadingContext", "TransferResult"))
+    "PrepareStoreOutput", "RequestOffloadingContext", "TransferResult", "make_offload_key"))
 """
 
 # Makes importing the named top-level modules fail, whatever is installed.
