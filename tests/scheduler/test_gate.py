@@ -242,6 +242,22 @@ def test_nothing_can_pay_where_the_longest_prompt_is_computed_sooner(caplog: pyt
         assert slow.can_pay(40_000, 5.1)
 
 
+def test_a_backlog_that_passes_is_no_reason_to_store_nothing():
+    gate = taught(1e9)
+    gate.pace.planned("long", 10**12, 0.0)
+    assert gate.judge(Hit(40_000, 0, 20_480), None, 0.0).reason is Reason.SLOWER
+    assert gate.can_pay(40_000, 0.0)
+
+
+def test_what_all_ranks_have_in_memory_has_thresholds_of_its_own():
+    table = {"disk": ((1000, 10**9),), "memory": ((1000, 0),)}
+    file = Thresholds.model_validate({"schema": THRESHOLDS_SCHEMA, "engine": ENGINE, "thresholds": table})
+    gate = Gate(Mode.STATIC, 256, 0, lambda _: file)
+    gate.pace.block_bytes = 1000
+    assert not gate.judge(Hit(1000, 0, 768, 2), None, 0.0).load
+    assert gate.judge(Hit(1000, 0, 768, 3), None, 0.0).load
+
+
 @pytest.mark.parametrize(("least", "pays"), [(0, True), (39_000, True), (40_001, False)])
 def test_with_thresholds_something_pays_if_a_prompt_can_be_that_long(least: int, pays: bool):
     table = {"disk": ((1000, least), (40_000, least))}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from py_kvcache.curves import Curve
-from py_kvcache.models import Thresholds
+from py_kvcache.models import Source, Thresholds
 from py_kvcache.scheduler.pace import LoadPace
 from py_kvcache.scheduler.policy import Decision, GateInputs, Mode, Reason, decide
 from py_kvcache.scheduler.prefill import Prefill, PrefillLearner
@@ -98,7 +98,8 @@ class Gate:
         tokens = self._block_tokens
         while tokens <= longest:
             # The whole of a prompt as its hit: nothing pays more.
-            decision = decide(self.mode, self._inputs(Hit(tokens, 0, tokens), now, file))
+            inputs = self._inputs(Hit(tokens, 0, tokens), now, file)
+            decision = decide(self.mode, replace(inputs, queued_bytes=0))  # a backlog passes
             if decision.load or decision.reason is Reason.UNKNOWN:
                 return True
             tokens = longest if tokens < longest < 2 * tokens else 2 * tokens
@@ -121,16 +122,18 @@ class Gate:
                 self._calibrated = file, file.curve() if file else None
             prefill = self._calibrated[1] or self.prefill.model()
             self._say("calibrated" if self._calibrated[1] else str(prefill or ""))
+        load_bytes = self.load_bytes(hit)
+        source: Source = "disk" if load_bytes or not hit.memory_blocks else "memory"
         return GateInputs(
             hit.prompt_tokens,
             hit.gpu_tokens,
             hit.hit_tokens,
-            self.load_bytes(hit),
+            load_bytes,
             self.pace.rate,
             self.pace.queued_bytes(now),
             self.pace.latency_s,
             prefill,
-            file.thresholds.get("disk") if file else None,
+            file.thresholds.get(source) if file else None,
         )
 
     def _may_probe(self, decision: Decision, before: Decision | None, now: float) -> bool:
