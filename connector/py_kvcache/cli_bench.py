@@ -141,6 +141,9 @@ def bench_serve(
     rounds: Annotated[
         int, typer.Option(min=1, max=1000, help="Times each system runs; they take turns.")
     ] = 3,
+    workload: Annotated[
+        str, typer.Option(help="long-doc; round-robin: contexts that grow; mixed: known and new ones.")
+    ] = "long-doc",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 1,
     engine: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's engine, for all.")] = "{}",
     resume: Annotated[bool, typer.Option(help="Go on with what is in the folder of the results.")] = False,
@@ -160,6 +163,7 @@ def bench_serve(
             {
                 "root": root, "model": model, "out": out, "systems": systems, "tokens": _numbers(tokens),
                 "documents": documents, "rounds": rounds, "max_tokens": max_tokens, "resume": resume,
+                "workload": workload,
                 "engine": _object(engine, "--engine"),
             }
         )  # fmt: skip

@@ -120,8 +120,26 @@ def test_long_doc_warms_up_with_other_documents_and_asks_the_same_ones_again():
     cold = steps[2]
     assert not set(steps[0].documents) & set(cold.documents)
     assert steps[3].documents == steps[4].documents == cold.documents
-    assert not steps[5].together
+    assert [step.running for step in steps] == [0, 0, 0, 0, 0, 1]
     assert set(steps[5].documents) <= set(cold.documents)
+
+
+def test_round_robin_asks_contexts_that_grow_four_at_a_time():
+    steps = [step for step in WORKLOADS["round-robin"].steps(SHAPE) if step.tokens == 300][2:]
+    assert [(step.phase, step.running) for step in steps] == [("turn1", 4), ("turn2", 4), ("turn3", 4)]
+    for number in range(SHAPE.documents):
+        first, second, third = (step.documents[number].token_ids(SHAPE) for step in steps)
+        assert (len(first), len(second), len(third)) == (300, 556, 812)
+        assert second[:300] == first and third[:556] == second
+
+
+def test_mixed_asks_for_known_documents_and_new_ones_in_turn():
+    steps = [step for step in WORKLOADS["mixed"].steps(SHAPE) if step.tokens == 300][2:]
+    assert [(step.phase, step.running) for step in steps] == [("store", 8), ("mixed", 8), ("mixed2", 8)]
+    known = steps[0].documents
+    for step in steps[1:]:
+        assert step.documents[::2] == known and not set(step.documents[1::2]) & set(known)
+    assert len({document.number for step in steps for document in step.documents}) == 3 * len(known)
 
 
 def test_the_order_of_systems_moves_on_by_one_each_round_and_the_floor_follows_its_files():
@@ -197,13 +215,16 @@ def test_ratios_are_taken_within_a_round_before_the_median():
     assert found["py-kvcache"]["hit_share"]["median"] == 0.5
 
 
-def test_answers_are_compared_document_by_document():
-    cold = [{"document": n, "output_tokens": [n, 7]} for n in range(3)]
-    same = [{"document": 2, "output_tokens": [2, 7]}]
-    other = [{"document": 2, "output_tokens": [2, 8]}]
+def test_answers_are_compared_prompt_by_prompt_with_the_first():
+    cold = [{"document": n, "prompt_tokens": 9, "output_tokens": [n, 7]} for n in range(3)]
+    cold += [{**one, "output_tokens": [0]} for one in cold]
+    same = [{"document": 2, "prompt_tokens": 9, "output_tokens": [2, 7]}]
+    other = [{"document": 2, "prompt_tokens": 9, "output_tokens": [2, 8]}]
+    grown = [{"document": 2, "prompt_tokens": 12, "output_tokens": [2, 7]}]
     assert serve_report.same_answers(same, cold) is True
     assert serve_report.same_answers(other, cold) is False
-    assert serve_report.same_answers([{"document": 2}], cold) is None
+    assert serve_report.same_answers(grown, cold) is None
+    assert serve_report.same_answers([{"document": 2, "prompt_tokens": 9}], cold) is None
     assert serve_report.same_answers(same, None) is None
     assert serve_report.all_same([None, True, False]) is False
     assert serve_report.all_same([None]) is None

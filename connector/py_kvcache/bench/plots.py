@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WIDTH, _DPI = 11.0, 130
-_PHASE_OF_CDF = ("warm", "warm2")
 
 
 def draw(report: Mapping[str, Any], folder: str) -> list[str]:
@@ -30,8 +29,8 @@ def draw(report: Mapping[str, Any], folder: str) -> list[str]:
 
 _TITLES = {
     "ttft": "Time to first token: median over rounds of the mean over requests, least to most",
-    "cdf": "Time to first token of single requests, all rounds, warm phases",
-    "timeline": "Requests of the first warm phase in the last round, from submission to the first token",
+    "cdf": "Time to first token of single requests, all rounds, all phases but the first",
+    "timeline": "Requests of the second phase in the last round, from submission to the first token",
 }
 
 
@@ -85,6 +84,11 @@ def _ttft(figure: Any, report: Mapping[str, Any]) -> None:
         axes.legend()
 
 
+def _later(report: Mapping[str, Any]) -> list[str]:
+    """Phases behind the first, in which nothing is known."""
+    return list(dict.fromkeys(record["phase"] for record in report["results"]))[1:]
+
+
 def _cdf(figure: Any, report: Mapping[str, Any]) -> None:
     lengths = _lengths(report)
     for axes, tokens in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
@@ -94,7 +98,7 @@ def _cdf(figure: Any, report: Mapping[str, Any]) -> None:
                 for run in report["runs"]
                 if run["system"] == label
                 for phase in run["phases"]
-                if phase["tokens"] == tokens and phase["phase"] in _PHASE_OF_CDF
+                if phase["tokens"] == tokens and phase["phase"] in _later(report)
                 for request in phase["requests"]
             )
             if times:
@@ -118,7 +122,7 @@ def _timeline(figure: Any, report: Mapping[str, Any]) -> None:
             for run in sorted(report["runs"], key=lambda run: run["round"])
             if run["system"] == label
             for phase in run["phases"]
-            if phase["tokens"] == tokens and phase["phase"] == _PHASE_OF_CDF[0]
+            if phase["tokens"] == tokens and phase["phase"] in _later(report)[:1]
         ]
         if not found:
             continue

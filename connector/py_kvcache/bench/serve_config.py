@@ -113,7 +113,7 @@ class ServeConfig:
             "model": str(folder.resolve()),
             "seed": 0,
             "enable_prefix_caching": False,
-            "max_model_len": max(self.tokens) + self.max_tokens + _ROOM,
+            "max_model_len": max(self.tokens) + WORKLOADS[self.workload].growth + self.max_tokens + _ROOM,
             "disable_log_stats": False,  # own counters come with them
         }
         if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):

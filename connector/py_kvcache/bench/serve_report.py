@@ -53,14 +53,20 @@ def hit_share(requests: Requests) -> float | None:
 
 
 def same_answers(requests: Requests, reference: Requests | None) -> bool | None:
-    """Whether each document was answered as in the reference; None where there is nothing to compare."""
+    """Whether each prompt was answered as the first time in the reference; None where one is not there."""
     if reference is None:
         return None
-    known = {request["document"]: request.get("output_tokens") for request in reference}
-    pairs = [(request.get("output_tokens"), known.get(request["document"])) for request in requests]
+    known: dict[tuple[int, int], Any] = {}
+    for request in reference:
+        known.setdefault(_prompt(request), request.get("output_tokens"))
+    pairs = [(request.get("output_tokens"), known.get(_prompt(request))) for request in requests]
     if not pairs or any(mine is None or theirs is None for mine, theirs in pairs):
         return None
     return all(mine == theirs for mine, theirs in pairs)
+
+
+def _prompt(request: Mapping[str, Any]) -> tuple[int, int]:
+    return request["document"], request["prompt_tokens"]
 
 
 def all_same(verdicts: Iterable[bool | None]) -> bool | None:
@@ -89,9 +95,9 @@ def _record(
     mine = means[key]
     found = [(run, _phase(run, tokens, phase)) for run in runs if run["system"] == label]
     phases = [(run, one) for run, one in found if one is not None]
-    cold = [same_answers(one["requests"], _requests(run, tokens, workload.first)) for run, one in phases]
+    cold = [same_answers(one["requests"], _requests(run, tokens, workload)) for run, one in phases]
     recomputed = [
-        same_answers(one["requests"], _requests(_run(runs, BASELINE, run["round"]), tokens, workload.first))
+        same_answers(one["requests"], _requests(_run(runs, BASELINE, run["round"]), tokens, workload))
         for run, one in phases
     ]
     shares = [share for _, one in phases if (share := hit_share(one["requests"])) is not None]
@@ -128,9 +134,10 @@ def _phase(run: Run | None, tokens: int, phase: str) -> Mapping[str, Any] | None
     return None
 
 
-def _requests(run: Run | None, tokens: int, phase: str) -> Requests | None:
-    found = _phase(run, tokens, phase)
-    return None if found is None else found["requests"]
+def _requests(run: Run | None, tokens: int, workload: Workload) -> Requests | None:
+    """Of all phases, in their order: what a prompt was first answered with is what it was computed to."""
+    phases = [_phase(run, tokens, phase) for phase in workload.phases]
+    return None if phases[0] is None else [one for found in phases if found for one in found["requests"]]
 
 
 def _run(runs: Sequence[Run], label: str, number: int) -> Run | None:

@@ -135,11 +135,13 @@ class _Measurement:
         prompts = [document.token_ids(self._shape) for document in step.documents]
         io, counters = read_io(os.getpid()), counters_of(self._task["counters"])
         began, begin = time.perf_counter() - self._begin, time.perf_counter()
-        asked = [
-            self._measure(document, prompt, begin)
-            for document, prompt in zip(step.documents, prompts, strict=True)
-        ]
-        requests = await asyncio.gather(*asked) if step.together else [await one for one in asked]
+        room = asyncio.Semaphore(step.running or len(prompts))
+
+        async def in_turn(document: Document, prompt: list[int]) -> dict[str, Any]:
+            async with room:  # first come, first served
+                return await self._measure(document, prompt, begin)
+
+        requests = await asyncio.gather(*map(in_turn, step.documents, prompts))
         seconds = time.perf_counter() - begin
         during = difference(read_io(os.getpid()), io)
         settled = await self._settle()

@@ -14,6 +14,8 @@ from types import MappingProxyType
 # Ids below are special tokens in most vocabularies.
 _FIRST_TOKEN = 100
 _ALONE = 3
+_TURNS, _GROWTH, _RUNNING = ("turn1", "turn2", "turn3"), 256, 4
+_MIXED_RUNNING = 8
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,13 @@ class Document:
     role: str
     number: int
     tokens: int
+    grown: int = 0  # further tokens behind those
 
     def token_ids(self, shape: Shape) -> list[int]:
-        """The prompt, the same in every process."""
+        """The prompt, the same in every process; one that has grown begins with what it was."""
         ids = range(min(_FIRST_TOKEN, shape.vocabulary // 2), shape.vocabulary)
         source = random.Random(f"{shape.seed}/{self.role}/{self.tokens}/{self.number}")
-        prompt = source.choices(ids, k=self.tokens)
+        prompt = source.choices(ids, k=self.tokens + self.grown)
         # Else two of many short prompts could share their first block by chance.
         prompt[0] = ids[self.number % len(ids)]
         return prompt
@@ -54,12 +57,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Step:
-    """Documents to submit at once, or one after the other; ``phase`` names it in the report."""
+    """Documents in the order of their submission; ``phase`` names it in the report.
+
+    ``running``: so many are unanswered at most; 0 submits all at once.
+    """
 
     tokens: int
     phase: str
     documents: tuple[Document, ...]
-    together: bool = True
+    running: int = 0
 
     @property
     def text(self) -> str:
@@ -69,13 +75,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Workload:
-    """``phases`` are those that count, in the order of the report; ``first`` is the one without any hit."""
+    """``phases`` are those that count, in the order of the report; ``first`` is the one without any hit.
+
+    ``growth``: tokens by which its longest prompt exceeds the documents' length.
+    """
 
     name: str
     about: str
     phases: tuple[str, ...]
     first: str
     steps: Callable[[Shape], Iterator[Step]]
+    growth: int = 0
 
 
 def _documents(role: str, count: int, tokens: int) -> tuple[Document, ...]:
@@ -84,16 +94,46 @@ def _documents(role: str, count: int, tokens: int) -> tuple[Document, ...]:
 
 def _long_doc(shape: Shape) -> Iterator[Step]:
     for tokens in shape.tokens:
-        early = _documents("prewarm", shape.prewarm, tokens)
-        if early:
-            # Computed, then loaded: each has first-time costs of its own.
-            yield Step(tokens, "prewarm", early)
-            yield Step(tokens, "prewarm", early)
+        yield from _prewarm(shape, tokens)
         documents = _documents("document", shape.documents, tokens)
         yield Step(tokens, "cold", documents)
         yield Step(tokens, "warm", documents)
         yield Step(tokens, "warm2", documents)
-        yield Step(tokens, "alone", documents[:_ALONE], together=False)
+        yield Step(tokens, "alone", documents[:_ALONE], running=1)
+
+
+def _round_robin(shape: Shape) -> Iterator[Step]:
+    for tokens in shape.tokens:
+        yield from _prewarm(shape, tokens)
+        for turn, phase in enumerate(_TURNS):
+            grown = tuple(
+                Document("document", number, tokens, turn * _GROWTH) for number in range(shape.documents)
+            )
+            yield Step(tokens, phase, grown, running=_RUNNING)
+
+
+def _mixed(shape: Shape) -> Iterator[Step]:
+    for tokens in shape.tokens:
+        yield from _prewarm(shape, tokens)
+        known = _documents("document", shape.documents, tokens)
+        yield Step(tokens, "store", known, running=_MIXED_RUNNING)
+        count = shape.documents
+        for turn, phase in enumerate(("mixed", "mixed2"), 1):
+            # One that is known, one that is not.
+            both = tuple(
+                document
+                for number in range(count)
+                for document in (known[number], Document("document", turn * count + number, tokens))
+            )
+            yield Step(tokens, phase, both, running=_MIXED_RUNNING)
+
+
+def _prewarm(shape: Shape, tokens: int) -> Iterator[Step]:
+    early = _documents("prewarm", shape.prewarm, tokens)
+    if early:
+        # Computed, then loaded: each has first-time costs of its own.
+        yield Step(tokens, "prewarm", early)
+        yield Step(tokens, "prewarm", early)
 
 
 _ENTRIES = (
@@ -103,6 +143,21 @@ _ENTRIES = (
         ("cold", "warm", "warm2", "alone"),
         "cold",
         _long_doc,
+    ),
+    Workload(
+        "round-robin",
+        "contexts in turns, each 256 tokens longer than in the turn before, four running at once",
+        _TURNS,
+        "turn1",
+        _round_robin,
+        growth=(len(_TURNS) - 1) * _GROWTH,
+    ),
+    Workload(
+        "mixed",
+        "documents (store), then these and as many new ones in turn (mixed, mixed2), eight running at once",
+        ("store", "mixed", "mixed2"),
+        "store",
+        _mixed,
     ),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
