@@ -78,7 +78,7 @@ def run_child(
                 follower.look()
             late = process.poll() is None
         finally:
-            _end_group(process)
+            end_group(process)
     follower.look()
     ended.seconds = time.monotonic() - begin
     if late:
@@ -122,7 +122,7 @@ def _status(code: int) -> str:
         return f"it was ended by signal {-code}"
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[Any]) -> None:
     """End the child and what it started, and wait until all are gone: the next one needs their memory."""
     end = time.monotonic() + _GONE_S
     if process.poll() is None:

@@ -70,8 +70,7 @@ class Machine:
 class _Job:
     number: int
     arrival: Arrival
-    done: int  # tokens that are on the GPU
-    ready: float
+    done: int = 0  # tokens that are on the GPU
 
 
 @dataclass(slots=True)
@@ -151,7 +150,7 @@ class Simulation:
         loading: list[tuple[float, int, _Job]],
         ready: deque[_Job],
     ) -> None:
-        job = _Job(number, arrival, 0, now)
+        job = _Job(number, arrival)
         if not arrival.hit_tokens or not self._choose(number, arrival, now):
             ready.append(job)
             return

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from py_kvcache.bench.children import causes, child_environment, command_of, tail
+from py_kvcache.bench.children import causes, child_environment, command_of, end_group, tail
 from py_kvcache.bench.hostfacts import gpu_facts, versions
 from py_kvcache.bench.serve_config import ServeConfig, from_mapping
 from py_kvcache.bench.systems import Host, Place
@@ -82,9 +82,7 @@ class _Engine:
 
     def close(self) -> None:
         """End it and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
-        self._process.wait()
+        end_group(self._process)
         self._answers.close()
 
 
