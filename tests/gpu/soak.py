@@ -144,7 +144,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     driver = CheckedDriver(on_gpu)
     with tempfile.TemporaryDirectory(dir=given.root) as root:
-        extra = {"root": root, **json.loads(given.extra)}
+        extra = {"root": root, "gate": "off", **json.loads(given.extra)}  # what is known is loaded
         driver.start(
             model=given.model, load_format=given.load_format, skip_tokenizer_init=True, enforce_eager=True,
             dtype=given.dtype, max_model_len=given.longest + 256, enable_prefix_caching=True,
