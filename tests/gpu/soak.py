@@ -181,7 +181,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         driver.stop()
     idle = settled["slots"]
     good = not driver.wrong and driver.checked > 0 and settled["drained"] and settled["leaks"] == 0
-    report["good"] = bool(good and settled["lost_now"] == 0 and idle.get("free", 0) == sum(idle.values()))
+    at_rest = idle.get("free", 0) + idle.get("kept", 0) == sum(idle.values())
+    report["good"] = bool(good and settled["lost_now"] == 0 and at_rest)
     return report
 
 

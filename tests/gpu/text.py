@@ -53,7 +53,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             "enable_prefix_caching": False,
             "kv_transfer_config": {
                 "kv_connector": "PyKvCacheConnector", "kv_connector_module_path": "py_kvcache.connector",
-                "kv_role": "kv_both", "kv_connector_extra_config": {"root": root, **json.loads(given.extra)},
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"root": root, "gate": "off", **json.loads(given.extra)},
             },
         }  # fmt: skip
         first = session(**ours)
