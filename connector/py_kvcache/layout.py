@@ -42,6 +42,8 @@ ALGO_BLAKE3: Final = 1
 ALGO_SUMS: Final = 2  # see digest.py
 ALGORITHMS: Final = {ALGO_NONE: "none", ALGO_BLAKE3: "blake3", ALGO_SUMS: "sums-blake3"}
 
+BlockId = tuple[str, bytes]  # namespace and OffloadKey: the same on every part
+
 _GROUP_BYTES: Final = 4
 _MIN_HASH, _MAX_HASH = 8, 64
 _NUMBER = "(?:0|[1-9][0-9]{0,9})"

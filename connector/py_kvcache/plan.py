@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from py_kvcache.layout import BlockId
 from py_kvcache.metrics import Samples
 from py_kvcache.vllm_api import LoadStoreSpec, OffloadingWorkerMetadata
 
@@ -82,12 +83,8 @@ class StepNote:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Blocks that a waiting request will probably load, in chain order.
+    """Blocks that a waiting request will probably load, in chain order."""
 
-    ``number`` tells it from all others of this engine, also from an earlier one of the same request.
-    """
-
-    number: int
     space: str
     keys: tuple[bytes, ...]
 
@@ -112,6 +109,13 @@ class Pace:
     block_bytes: int
 
 
+class Moves(NamedTuple):
+    """Blocks that are in a rank's memory since it last said so, and those that are there no more."""
+
+    came: tuple[BlockId, ...]
+    left: tuple[BlockId, ...]
+
+
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     """What a rank tells the scheduler each step, beyond the jobs it completed.
@@ -119,8 +123,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     Every rank sends one each step, so that ``aggregate`` never meets the stock class. ``layouts``
     describe the rank's KV tensors; sent until a step carried them. ``adapters`` say for each rank which
     LoRA adapters it has: after each change, and in steps that compute nothing, so that one that was lost
-    costs a miss. ``resident`` says for each rank, when it changed, how many blocks of each Want it has in
-    memory. ``step`` is the number of the step, as its StepNote has it.
+    costs a miss. ``moves`` say for each rank which blocks its memory tier has taken in and given up.
+    ``step`` is the number of the step, as its StepNote has it.
     """
 
     failed_loads: dict[int, Failures] = field(default_factory=dict)
@@ -129,7 +133,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     layouts: tuple[dict[str, Any], ...] = ()
     adapters: dict[int, Held] = field(default_factory=dict)
     paces: dict[int, Pace] = field(default_factory=dict)
-    resident: dict[int, dict[int, int]] = field(default_factory=dict)
+    moves: dict[int, Moves] = field(default_factory=dict)
     step: int = 0
 
     def aggregate(self, other: OffloadingWorkerMetadata) -> WorkerReport:
@@ -145,7 +149,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
             joined.layouts += report.layouts
             joined.adapters.update(report.adapters)
             joined.paces.update(report.paces)
-            joined.resident.update(report.resident)
+            joined.moves.update(report.moves)
             joined.step = max(joined.step, report.step)
         return joined
 

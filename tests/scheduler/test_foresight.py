@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="the manager is a subclass of vLLM's")
 from scheduler_rig import HIT, TOKENS, Engine, keys
 
 from py_kvcache import metrics
-from py_kvcache.plan import Pace, Want, WorkerReport
+from py_kvcache.plan import Moves, Pace, Want, WorkerReport
 
 BLOCK_BYTES = 1_000_000
 MIB = 1 << 20
@@ -23,10 +23,12 @@ def make(**extra: Any) -> Engine:
     return engine
 
 
-def report(engine: Engine, **resident: dict[int, int]) -> None:
-    held = {int(rank[1:]): blocks for rank, blocks in resident.items()}
-    paces = {rank: Pace((0, 0.0), (0, 0.0), BLOCK_BYTES) for rank in (held or {0: {}})}
-    engine.manager.note_report(WorkerReport(paces=paces, resident=held))
+def report(engine: Engine, **came: list[bytes]) -> None:
+    """Each rank with the keys that are in its memory now, too."""
+    space = engine.manager._names.space_of(None)
+    moves = {int(rank[1:]): Moves(tuple((space, key) for key in keys), ()) for rank, keys in came.items()}
+    paces = {rank: Pace((0, 0.0), (0, 0.0), BLOCK_BYTES) for rank in (moves or {0: ()})}
+    engine.manager.note_report(WorkerReport(paces=paces, moves=moves))
 
 
 def answer(engine: Engine, present: int) -> None:
@@ -48,7 +50,6 @@ def test_waiting_requests_are_looked_up_and_what_is_stored_of_them_is_wanted_in_
     answer(engine, 4)
     wants = engine.manager.wants()
     assert wants is not None and [want.keys for want in wants] == [tuple(first[:3]), tuple(second)]
-    assert len({want.number for want in wants}) == 2
     assert engine.manager.wants() is None, "told once"
 
 
@@ -118,19 +119,30 @@ def test_requests_that_opted_out_and_those_with_an_adapter_are_left_alone():
 def test_what_is_in_memory_on_all_ranks_costs_the_gate_nothing():
     engine = make()
     request = engine.admit("a", keys(4))
+    report(engine, r0=request.keys[:4], r1=request.keys[:3])
     engine.manager.wants()
     answer(engine, 4)
-    (want,) = engine.manager.wants() or ()
-    state = engine.manager._requests["a"]
-    foresight = engine.manager._foresight
-    assert foresight.in_memory(state) == 0
-    report(engine, r0={want.number: 4}, r1={want.number: 3})
-    assert foresight.in_memory(state) == 3
+    state, foresight = engine.manager._requests["a"], engine.manager._foresight
     engine.ask(request)
+    assert foresight.in_memory(state, 0, 4 * TOKENS) == 3
+    assert foresight.in_memory(state, 2 * TOKENS + 1, 4 * TOKENS) == 1, "what the engine has is no matter"
     engine.manager.allocated(request.request, 4 * TOKENS)
     assert engine.manager._gate.pace._planned["a"][2] == 1 * BLOCK_BYTES
     assert engine.counted(metrics.HIT_TOKENS, "memory") == 3 * TOKENS
     assert engine.counted(metrics.HIT_TOKENS, "disk") == 1 * TOKENS
+
+
+def test_who_never_waited_has_his_blocks_in_memory_all_the_same():
+    engine = make(preload="off")
+    request = engine.admit("a", keys(2))
+    report(engine, r0=request.keys)
+    engine.ask(request)
+    answer(engine, 2)
+    engine.ask(request)
+    assert engine.manager.wants() is None
+    engine.manager.allocated(request.request, 2 * TOKENS)
+    assert engine.manager._gate.pace._planned["a"][2] == 0
+    assert engine.counted(metrics.HIT_TOKENS, "memory") == 2 * TOKENS
 
 
 def test_blocks_that_were_seen_long_ago_are_looked_for_again_and_meanwhile_stay():
@@ -155,13 +167,14 @@ def test_the_last_token_is_always_computed_so_a_block_that_it_ends_is_not_wanted
 
 def test_a_rank_that_has_said_nothing_of_it_has_nothing():
     engine = make()
-    engine.admit("a", keys(3))
-    engine.manager.wants()
+    request = engine.admit("a", keys(3))
+    engine.ask(request)
     answer(engine, 3)
-    (want,) = engine.manager.wants() or ()
+    engine.ask(request)
     paces = {rank: Pace((0, 0.0), (0, 0.0), BLOCK_BYTES) for rank in (0, 1)}
-    engine.manager.note_report(WorkerReport(paces=paces, resident={0: {want.number: 3}}))
-    assert engine.manager._foresight.in_memory(engine.manager._requests["a"]) == 0
+    engine.manager.note_report(WorkerReport(paces=paces))
+    report(engine, r0=request.keys)
+    assert engine.manager._foresight.in_memory(engine.manager._requests["a"], 0, 3 * TOKENS) == 0
 
 
 def test_who_loads_and_was_preempted_is_listed_once():

@@ -17,7 +17,7 @@ from py_kvcache import metrics
 from py_kvcache.config import parse_config
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, parse_block_path, part_dir
-from py_kvcache.plan import Adapter, Held, StepNote, TransferPlan, Want, WorkerReport
+from py_kvcache.plan import Adapter, Held, Moves, StepNote, TransferPlan, Want, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorkerMetadata
 from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.executor import (
@@ -45,8 +45,12 @@ class HandReactor:
         self.broken: Exception | None = None
         self.waited: list[float] = []
         self.asked: list[Any] = []
-        self.held: dict[int, int] = {}
+        self.moves: list[tuple[str, bool]] = []
         self.wanted: list[Any] = []
+
+    def take_moves(self) -> list[tuple[str, bool]]:
+        moves, self.moves = self.moves, []
+        return moves
 
     def want(self, wants: Any) -> None:
         self.wanted.append(wants)
@@ -381,31 +385,35 @@ def test_every_report_says_of_which_step_it_is_and_idle_ones_say_all():
 def test_what_waiting_requests_will_want_goes_to_the_reactor_as_paths_of_this_ranks_part():
     rig = Rig(rank=1)
     keys = tuple(bytes([n]) * 32 + bytes(4) for n in range(3))
-    first, second = Want(7, SPACE, keys), Want(8, SPACE, keys[:1])
+    first, second = Want(SPACE, keys), Want(SPACE, keys[:1])
     rig.executor.step_began(StepNote(False, {}, 1, wants=(first,)))
-    ((number, works),) = rig.reactor.wanted.pop()
+    (works,) = rig.reactor.wanted.pop()
     folder = part_dir("/cache", SPACE, 0)
-    assert number == 7 and [work.path for work in works] == [block_path(folder, key) for key in keys]
+    assert [work.path for work in works] == [block_path(folder, key) for key in keys]
     assert [work.index for work in works] == [0, 1, 2]
     assert all(len(work.pages.block_ids) == PER_CHUNK for work in works), "whole blocks, wherever they go"
     rig.executor.step_began(StepNote(False, {}, 2))
     assert rig.reactor.wanted == [], "nothing has changed"
     rig.executor.step_began(StepNote(False, {}, 3, wants=(second, first)))
-    ((_, fresh), (_, same)) = rig.reactor.wanted.pop()
+    fresh, same = rig.reactor.wanted.pop()
     assert same is works and len(fresh) == 1
     rig.executor.step_began(StepNote(False, {}, 4, wants=()))
     assert rig.reactor.wanted == [()]
 
 
-def test_what_is_in_memory_is_reported_when_it_changes_and_what_was_moved_always():
+def test_what_came_into_memory_and_left_it_is_reported_once_and_what_was_moved_always():
     rig = Rig(rank=2)
     rig.executor.step_began(StepNote(False, {}, 4))
-    rig.reactor.held = {7: 2}
+    first, second, third = (bytes([n]) * 32 + bytes(4) for n in range(3))
+    folder = part_dir("/cache", SPACE, 0)
+    for key, here in ((first, True), (second, True), (second, False), (third, False), (third, True)):
+        rig.reactor.moves.append((block_path(folder, key), here))
     rig.reactor.counters.reads.bytes, rig.reactor.counters.reads.busy = 4096, 0.5
     report = rig.step()[2]
-    assert (report.resident, report.step) == ({2: {7: 2}}, 4)
+    assert report.moves == {2: Moves(((SPACE, first), (SPACE, third)), ((SPACE, second),))}
+    assert report.step == 4
     assert report.paces[2].reads == (4096, 0.5) and report.paces[2].block_bytes == PER_CHUNK * 32
-    assert rig.step()[2].resident == {}
+    assert rig.step()[2].moves == {}
 
 
 def test_when_no_thread_can_be_started_a_submission_still_does_not_raise(rig: Rig):

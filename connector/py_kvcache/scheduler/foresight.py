@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 
 from py_kvcache import vllm_api
 from py_kvcache.layout import file_bytes
-from py_kvcache.plan import Want
+from py_kvcache.plan import Moves, Want
 from py_kvcache.scheduler.gate import Gate, Hit
 from py_kvcache.scheduler.known import Known
 from py_kvcache.scheduler.lookup import Presence
 from py_kvcache.scheduler.lookups import Lookups
 from py_kvcache.scheduler.requests import RequestState
+from py_kvcache.scheduler.residency import Residency
 from py_kvcache.scheduler.waiting import Waiting
 
 # How often it is looked again though the queue has not changed: rates have, perhaps.
@@ -41,8 +42,7 @@ class Foresight:
         self._last: tuple[Want, ...] = ()
         self._seen: object = None
         self._looked_at = 0.0
-        self._numbers = 0
-        self._resident: dict[int, Mapping[int, int]] = {}  # rank -> want -> blocks
+        self._residency = Residency()
 
     def wants(self, now: float) -> tuple[Want, ...] | None:
         """The whole list, most urgent first; None if it is the one that was told last."""
@@ -59,7 +59,7 @@ class Foresight:
             want = self._want(name, self._requests[name], now, most)
             if want is None:
                 continue
-            found.append(Want(want.number, want.space, want.keys[:most]))
+            found.append(Want(want.space, want.keys[:most]))
             most -= len(want.keys)
             if most <= 0:
                 break
@@ -69,17 +69,19 @@ class Foresight:
         self._last = wants
         return wants
 
-    def heard(self, resident: Mapping[int, Mapping[int, int]]) -> None:
-        """How many blocks of each want the ranks have in memory."""
-        self._resident.update(resident)
+    def heard(self, moves: Mapping[int, Moves]) -> None:
+        """What the ranks' memories have taken in and given up."""
+        self._residency.heard(moves)
 
-    def in_memory(self, state: RequestState) -> int:
-        """Blocks of a request that every rank has in memory, as far as is known."""
-        if state.want is None:
+    def in_memory(self, state: RequestState, first: int, end: int) -> int:
+        """Blocks with the prompt's tokens from ``first`` to ``end`` that every rank has in memory."""
+        if state.facts is None or state.space is None:
             return 0
-        number, ranks = state.want.number, self._gate.pace.ranks
-        # Who has not said so has nothing.
-        return min((self._resident.get(rank, {}).get(number, 0) for rank in ranks), default=0)
+        space, tokens = state.space, self._known.config.block_tokens
+        last = -(-end // tokens)
+        keys = self._chain(state, last)[first // tokens : last]
+        # Who has said nothing has nothing.
+        return self._residency.count(((space, key) for key in keys), len(self._gate.pace.ranks))
 
     def _most_blocks(self) -> int:
         payload = self._gate.pace.block_bytes
@@ -115,12 +117,12 @@ class Foresight:
         if not present:
             return None
         tokens = self._known.config.block_tokens
-        hit = Hit(facts.num_prompt_tokens, state.local_tokens, present * tokens, self.in_memory(state))
+        local, total = state.local_tokens, present * tokens
+        hit = Hit(facts.num_prompt_tokens, local, total, self.in_memory(state, local, total))
         if not self._gate.is_likely(hit, now):
             return None
         if state.want is None or len(state.want.keys) != present or state.want.space != state.space:
-            self._numbers += 1
-            state.want = Want(self._numbers, state.space, tuple(keys[:present]))
+            state.want = Want(state.space, tuple(keys[:present]))
         return state.want
 
     def _count(self, state: RequestState, keys: list[bytes], now: float) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from py_kvcache.errors import Fault
-
-BlockId = tuple[str, bytes]  # (space, OffloadKey)
+from py_kvcache.layout import BlockId
 
 SEEN_FOR_S = 60.0
 FIRST_BAN_S = 30.0

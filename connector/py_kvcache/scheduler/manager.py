@@ -143,9 +143,9 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests.get(name)
         if state is None:
             return
-        in_memory = self._foresight.in_memory(state)
+        total = state.local_tokens + external_tokens
+        in_memory = self._foresight.in_memory(state, state.local_tokens, total) if external_tokens else 0
         if external_tokens and not pace.is_planned(name):
-            total = state.local_tokens + external_tokens
             hit = Hit(request.num_prompt_tokens, state.local_tokens, total, in_memory)
             pace.planned(name, self._gate.load_bytes(hit), self._clock())
         if state.counted:
@@ -225,7 +225,8 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if state is None:
             return True
         total = local_tokens + external_tokens
-        hit = Hit(request.num_prompt_tokens, local_tokens, total, self._foresight.in_memory(state))
+        in_memory = self._foresight.in_memory(state, local_tokens, total)
+        hit = Hit(request.num_prompt_tokens, local_tokens, total, in_memory)
         before = state.decision
         state.decision = self._guess("gate", lambda: self._gate.judge(hit, before, self._clock()), None)
         return state.decision is None or state.decision.load
@@ -282,7 +283,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             self.set_layouts(report.layouts)
         self._adapters.heard(report.adapters)
         self._guess("pace", lambda: self._gate.pace.heard(report.paces, now), None)
-        self._foresight.heard(report.resident)
+        self._foresight.heard(report.moves)
         if report.step:
             learner = self._gate.prefill
             self._guess("prefills", lambda: learner.step_ended(report.step, now), None)

@@ -17,8 +17,8 @@ import numpy as np
 from py_kvcache.adapters import Book
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
-from py_kvcache.layout import block_path, part_dir
-from py_kvcache.plan import Failures, Pace, StepNote, TransferPlan, Want, WorkerReport
+from py_kvcache.layout import block_path, parse_block_path, part_dir
+from py_kvcache.plan import Failures, Moves, Pace, StepNote, TransferPlan, Want, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
 from py_kvcache.worker import assembly
 from py_kvcache.worker.counters import Counters
@@ -89,7 +89,6 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._step = 0
         self._holds = Holds(self._ask_about)
         self._wanted: dict[Want, tuple[BlockWork, ...]] = {}
-        self._held: dict[int, int] = {}
         # Which pages a preload will go to nobody knows; that it will be whole ones decides who checks it.
         self._whole = Chunk(np.zeros(blocks_per_chunk, np.int64), 0)
         self._before_step: Any = None  # a device event, or the exception instead of one
@@ -144,9 +143,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         counters = parts.reactor.snapshot()
         report.paces = {self._rank: self._pace(counters)}
         report.step = self._step
-        held = parts.reactor.held
-        if held != self._held:
-            report.resident, self._held = {self._rank: held}, held
+        report.moves = self._moves()
         fallbacks = {**parts.fallbacks, **({"buffered": ""} if counters.direct_refused else {})}
         report.samples = self._reporter.samples(
             counters, fallbacks, parts.publisher.paused, self._quarantined
@@ -184,6 +181,15 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
 
     # ---- inside
 
+    def _moves(self) -> dict[int, Moves]:
+        moves = dict(self._parts.reactor.take_moves())  # of several of one block the last one counts
+        blocks = [(parse_block_path(path), here) for path, here in moves.items()]
+        came, left = (
+            tuple((block.namespace, block.key) for block, here in blocks if block and here is side)
+            for side in (True, False)
+        )
+        return {self._rank: Moves(came, left)} if moves else {}
+
     def _pace(self, counters: Counters) -> Pace:
         reads, writes = counters.reads, counters.writes
         return Pace((reads.bytes, reads.busy), (writes.bytes, writes.busy), self._block_bytes)
@@ -200,7 +206,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
                     for index, key in enumerate(want.keys)
                 )
             self._wanted[want] = works
-        self._parts.reactor.want(tuple((want.number, works) for want, works in self._wanted.items()))
+        self._parts.reactor.want(tuple(self._wanted.values()))
 
     def _ask_about(self, jobs: frozenset[int], pressed: bool) -> Flush:
         patience = HOLD_PATIENCE_S if pressed else self._config.store_deadline_s

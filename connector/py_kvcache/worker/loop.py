@@ -101,11 +101,6 @@ class Loop:
         return 0.0 if again or self.stopped else self._patience()
 
     @property
-    def held(self) -> dict[int, int]:
-        """Of each want, how many blocks are in memory. Any thread may ask."""
-        return self._loads.preloads.held
-
-    @property
     def device_busy(self) -> bool:
         """Whether the device still works on our copies, as far as it can tell."""
         return self._loads.in_flight() or self._stores.in_flight()

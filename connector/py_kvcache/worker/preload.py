@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from py_kvcache.worker.core import Core
     from py_kvcache.worker.sharing import Sharing
 
-# The number of each want, and its blocks.
-Wanted = Sequence[tuple[int, tuple[BlockWork, ...]]]
+# The blocks of each want.
+Wanted = Sequence[tuple[BlockWork, ...]]
 
 # In the order of reads: behind all that a request waits for.
 LAST = 1 << 60
@@ -41,25 +41,21 @@ class Preloads:
 
     def __init__(self, core: Core, depth: int, sharing: Sharing) -> None:
         self._core, self._depth, self._sharing = core, depth, sharing
-        self._wants: Wanted = ()
         self._wanted: dict[str, BlockWork] = {}
-        self._wanted_by: dict[str, set[int]] = {}
         self._todo: deque[BlockWork] = deque()
         self._under_way: dict[str, tuple[Running, Transfer]] = {}
         self._failed: dict[str, float] = {}  # path -> until when it is left alone
         self._numbers = 0
         self._losses = 0  # of the tier, when it was looked at last
-        self.held: dict[int, int] = {}  # of each want, blocks in memory; read by other threads, never changed
 
     def want(self, wants: Wanted) -> None:
         """The whole list, in the order in which requests will want them."""
         core = self._core
         # Blocks that requests share are wanted by the first of them.
-        self._wants, self._wanted, self._wanted_by = wants, {}, {}
-        for number, works in wants:
+        self._wanted = {}
+        for works in wants:
             for work in works:
                 self._wanted.setdefault(work.path, work)
-                self._wanted_by.setdefault(work.path, set()).add(number)
         self._failed = {path: until for path, until in self._failed.items() if path in self._wanted}
         core.tier.expect({path: place for place, path in enumerate(self._wanted)})
         core.tier.clear_shelf(self._wanted)
@@ -107,7 +103,6 @@ class Preloads:
             tier.claimed += 1
         elif path in self._wanted or self._sharing.is_joined(t):
             tier.shelve(path, t.slot)
-            self.held = {**self.held, **{n: self.held[n] + 1 for n in self._wanted_by.get(path, ())}}
         else:
             tier.break_promise()
             tier.wasted += 1
@@ -128,8 +123,7 @@ class Preloads:
             self._core.tier.clear_shelf(())
 
     def _look(self) -> None:
-        """What is there of the wanted, and what is to be read."""
+        """What of the wanted is to be read."""
         tier = self._core.tier
         self._losses = tier.losses
         self._todo = deque(work for work in self._wanted.values() if not tier.has(work.path))
-        self.held = {number: sum(tier.has(work.path) for work in works) for number, works in self._wants}

@@ -115,10 +115,12 @@ class Reactor:
         """What waiting requests will want, most urgent first; replaces what was said before. Never blocks."""
         self._inbox.post(Wants(wants))
 
-    @property
-    def held(self) -> dict[int, int]:
-        """Of each want, by its number, how many blocks are in memory."""
-        return self._loop.held
+    def take_moves(self) -> list[tuple[str, bool]]:
+        """Blocks (their files) that came into memory, or left it, since the last call, in order."""
+        moves, taken = self._core.tier.moves, []
+        while moves:
+            taken.append(moves.popleft())
+        return taken
 
     def snapshot(self) -> Counters:
         """Counters and gauges; what belongs together may be a pass apart."""

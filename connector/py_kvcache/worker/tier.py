@@ -7,6 +7,7 @@ slot from a read or a store.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ class Tier:
         self.claimed = 0  # preloaded blocks that a load wanted
         self.wasted = 0  # and those that none did
         self.losses = 0  # grows whenever a block leaves, that others may look again
+        # Block and whether it came or left, in order; another thread takes them out, to tell the scheduler.
+        self.moves: deque[tuple[str, bool]] = deque()
 
     def __len__(self) -> int:
         return len(self._slots) + len(self._shelf)
@@ -63,6 +66,7 @@ class Tier:
             del self._shelf[path]
             self._staging.let_go(slot)
             self.claimed += 1
+            self.moves.append((path, False))
         return slot
 
     def offer(self, path: str, slot: Slot) -> None:
@@ -79,13 +83,14 @@ class Tier:
         self._slots[path] = slot
         self._staging.keep(slot)
         self.kept += 1
+        self.moves.append((path, True))
 
     def drop(self, path: str) -> None:
         """The block is not what it should be."""
         if self._retention is not None and path in self._slots:
             self._retention.drop(path)
             self._staging.let_go(self._slots.pop(path))
-            self.losses += 1
+            self._lost(path)
         self._waste(path)
 
     def expect(self, waiting: Mapping[str, int]) -> None:
@@ -122,6 +127,7 @@ class Tier:
             return
         self._shelf[path] = slot
         self._staging.keep(slot)
+        self.moves.append((path, True))
 
     def clear_shelf(self, wanted: Container[str]) -> None:
         """Give back what nobody waits for any more."""
@@ -133,7 +139,7 @@ class Tier:
         if slot is not None:
             self._staging.let_go(slot)
             self.wasted += 1
-            self.losses += 1
+            self._lost(path)
 
     @property
     def _has_room(self) -> bool:
@@ -142,7 +148,11 @@ class Tier:
     def _give_up(self, path: str) -> None:
         self._staging.let_go(self._slots.pop(path))
         self.given_up += 1
+        self._lost(path)
+
+    def _lost(self, path: str) -> None:
         self.losses += 1
+        self.moves.append((path, False))
 
 
 class _Busy:
