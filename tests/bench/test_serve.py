@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -392,6 +393,37 @@ def _parent(pid):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+_CHILD = """
+import subprocess, sys, time
+from py_kvcache.bench.serve_worker import die_with_parent
+die_with_parent()
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(left.pid, flush=True)
+time.sleep(600)
+"""
+_STARTER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engines_processes_go_with_a_benchmark_that_was_killed():
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER, _CHILD], stdout=subprocess.PIPE, text=True, env=child_environment({})
+    )
+    assert starter.stdout is not None
+    group, _grandchild = int(starter.stdout.readline()), int(starter.stdout.readline())
+    assert len(group_members(group)) == 2
+    starter.kill()
+    starter.wait()
+    end = time.monotonic() + 20
+    while group_members(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not group_members(group)
 
 
 def test_a_process_killed_by_a_signal_and_one_that_says_nothing_are_failures(tmp_path):

@@ -122,6 +122,16 @@ def _status(code: int) -> str:
         return f"it was ended by signal {-code}"
 
 
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM end this program as Ctrl-C does, so that what it started and wrote goes with it."""
+
+    def stop(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # the first is being obeyed
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 def end_group(process: subprocess.Popen[Any]) -> None:
     """End the child and what it started, and wait until all are gone: the next one needs their memory."""
     end = time.monotonic() + _GONE_S

@@ -21,7 +21,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from py_kvcache.bench.children import causes, child_environment, command_of, end_group, tail
+from py_kvcache.bench.children import (
+    causes,
+    child_environment,
+    command_of,
+    end_group,
+    interrupt_on_sigterm,
+    tail,
+)
 from py_kvcache.bench.hostfacts import gpu_facts, versions
 from py_kvcache.bench.serve_config import ServeConfig, from_mapping
 from py_kvcache.bench.systems import Host, Place
@@ -191,12 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def line(done: int, total: int, text: str) -> None:
         print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
 
+    interrupt_on_sigterm()
     try:
         values = json.loads(Path(taken.config).read_text(encoding="utf-8"))
         report = run(from_mapping(values), pairs=taken.pairs, on_progress=line)
     except (KvCacheError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing is kept", file=sys.stderr)
+        return 130
     print(json.dumps({name: value for name, value in report.items() if name not in ("config", "systems")}))
     return 0
 

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from py_kvcache.bench import plots, serve_report
-from py_kvcache.bench.children import child_environment, command_of, run_child
+from py_kvcache.bench.children import child_environment, command_of, interrupt_on_sigterm, run_child
 from py_kvcache.bench.hostfacts import gpu_facts, is_shm, versions
 from py_kvcache.bench.serve_config import ServeConfig, from_mapping
 from py_kvcache.bench.serve_file import ReportFile, run_entry
@@ -223,11 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def line(done: int, total: int, text: str) -> None:
         print(f"[{time.strftime('%H:%M:%S')} {done + 1}/{total}] {text}", file=sys.stderr, flush=True)
 
-    def stop(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # the first is being obeyed
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    interrupt_on_sigterm()
     try:
         values = json.loads(Path(taken.pop("config")).read_text(encoding="utf-8"))
         report = run(

@@ -32,7 +32,11 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def die_with_parent() -> None:
-    """Be told (SIGTERM) when who started this is gone, however that ended."""
+    """End this process and all that it started once who started it is gone, however that ended.
+
+    It must lead its process group. vLLM's own processes would outlive it: they watch for an orderly end.
+    """
+    signal.signal(signal.SIGTERM, lambda _number, _frame: os.killpg(0, signal.SIGKILL))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
