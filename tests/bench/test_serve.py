@@ -395,6 +395,14 @@ def _parent(pid):
         return 0
 
 
+def test_every_system_gets_the_same_cores_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    cores = {int(core) for core in child_environment({})["VLLM_CPU_OMP_THREADS_BIND"].split(",")}
+    assert cores == os.sched_getaffinity(0)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    assert child_environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+
+
 _CHILD = """
 import subprocess, sys, time
 from py_kvcache.bench.serve_worker import die_with_parent

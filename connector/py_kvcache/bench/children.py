@@ -45,10 +45,20 @@ def command_of(module: str) -> list[str]:
 
 
 def child_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, in which a child finds our package, and ``own`` above it."""
+    """This process's environment, in which a child finds our package, and ``own`` above it.
+
+    vLLM's CPU engines keep one core for themselves, and one more for each worker beside any KV connector:
+    unless told otherwise, every system gets all cores, or what is compared is that.
+    """
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **own}
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        **own,
+    }
 
 
 def run_child(
