@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +74,20 @@ def main() -> int:
                 runs.append(run(model, root, preload, os.path.join(folder, f"trace-{len(runs)}.json")))
                 print(f"{len(runs)} of {2 * given.rounds}: {runs[-1]['seconds']} s", file=sys.stderr)
     same = all(one.pop("text") == cold for one in runs)
-    of = {p: [one for one in runs if one["preload"] == p] for p in ("on", "off")}
+    on, off = ([one for one in runs if one["preload"] == kind] for kind in ("on", "off"))
+
+    def ratio(of: Callable[[dict[str, Any]], float]) -> float:
+        """Median over the rounds of on to off."""
+        return round(statistics.median(of(a) / of(b) for a, b in zip(on, off, strict=True)), 3)
+
     report = {
         "schema": "py-kvcache.demand-reads/1",
         "same_text": same,
-        "median_ratio_on_to_off": {
-            what: round(
-                statistics.median(
-                    on["demand_read_ms"][what] / off["demand_read_ms"][what]
-                    for on, off in zip(of["on"], of["off"], strict=True)
-                ),
-                3,
-            )
-            for what in ("median", "mean")
+        "on_to_off": {
+            "demand_read_median": ratio(lambda one: one["demand_read_ms"]["median"]),
+            "demand_read_mean": ratio(lambda one: one["demand_read_ms"]["mean"]),
+            "seconds": ratio(lambda one: one["seconds"]),
         },
-        "seconds_ratio_on_to_off": round(
-            statistics.median(
-                on["seconds"] / off["seconds"] for on, off in zip(of["on"], of["off"], strict=True)
-            ),
-            3,
-        ),
         "runs": runs,
     }
     print(json.dumps(report, indent=1))
