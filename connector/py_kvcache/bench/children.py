@@ -21,6 +21,7 @@ _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
 _GONE_S = 30.0
 _TAIL_LINES = 12
+_GROUP, _UTIME, _STIME = 2, 11, 12  # of what process_stats tells
 _CAUSES = 4
 # "ValueError: ...", also behind a logger's prefix.
 _CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
@@ -158,6 +159,15 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 def _signal(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def group_ticks(group: int) -> int:
+    """CPU time of a process group so far, in clock ticks (mostly 10 ms)."""
+    return sum(
+        int(fields[_UTIME]) + int(fields[_STIME])
+        for _pid, fields in process_stats()
+        if int(fields[_GROUP]) == group
+    )
 
 
 def group_members(group: int) -> list[int]:

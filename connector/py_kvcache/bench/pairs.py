@@ -26,6 +26,7 @@ from py_kvcache.bench.children import (
     child_environment,
     command_of,
     end_group,
+    group_ticks,
     interrupt_on_sigterm,
     tail,
 )
@@ -41,6 +42,7 @@ _WORKER = "py_kvcache.bench.pairs_worker"
 _RESAMPLES = 10_000
 _WARM_UP = 2
 _REST_S = 2.0
+_CALM_FOR_S, _CALM_AT_LATEST_S = 0.05, 5.0
 
 
 class _Engine:
@@ -86,6 +88,11 @@ class _Engine:
         with contextlib.suppress(BrokenPipeError):
             print(document, file=self._process.stdin, flush=True)
         return self.wait()
+
+    @property
+    def ticks(self) -> int:
+        """CPU time of its processes so far."""
+        return group_ticks(self._process.pid)
 
     def close(self) -> None:
         """End it and all that it started."""
@@ -148,9 +155,24 @@ def _alternate(
     for number in range(-_WARM_UP, pairs):
         on_progress(max(0, number), pairs, f"pair {max(0, number) + 1}")
         order = engines if number % 2 == 0 else engines[::-1]
-        answers = {id(engine): engine.ask(number % documents) for engine in order}
+        answers = {}
+        for engine in order:
+            _wait_for_calm(engines)
+            answers[id(engine)] = engine.ask(number % documents)
         if number >= 0:
             yield answers[id(engines[0])], answers[id(engines[1])]
+
+
+def _wait_for_calm(engines: Sequence[_Engine]) -> None:
+    """Until neither computes: workers of vLLM's spin on a core for a second after each answer."""
+    end = time.monotonic() + _CALM_AT_LATEST_S
+    before = sum(engine.ticks for engine in engines)
+    while time.monotonic() < end:
+        time.sleep(_CALM_FOR_S)
+        now = sum(engine.ticks for engine in engines)
+        if now - before <= 1:
+            return
+        before = now
 
 
 def compare(
