@@ -11,8 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,83 +19,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from py_kvcache.bench.children import (
-    causes,
-    child_environment,
-    command_of,
-    end_group,
-    group_ticks,
-    interrupt_on_sigterm,
-    tail,
-)
+from py_kvcache.bench.asking import AskedEngine
+from py_kvcache.bench.children import interrupt_on_sigterm
 from py_kvcache.bench.hostfacts import gpu_facts, versions
 from py_kvcache.bench.serve_config import ServeConfig, from_mapping
-from py_kvcache.bench.systems import Host, Place
-from py_kvcache.bench.variants import Variant
+from py_kvcache.bench.systems import Host
 from py_kvcache.bench.workspace import Progress, machine, no_progress, workspace
 from py_kvcache.errors import ConfigError, KvCacheError
 
 SCHEMA: Final = "py-kvcache.bench.pairs/1"
-_WORKER = "py_kvcache.bench.pairs_worker"
 _RESAMPLES = 10_000
 _WARM_UP = 2
 _REST_S = 2.0
 _CALM_FOR_S, _CALM_AT_LATEST_S = 0.05, 5.0
-
-
-class _Engine:
-    """One system's process, asked one document at a time."""
-
-    def __init__(self, config: ServeConfig, variant: Variant, folder: str, out: Path) -> None:
-        self.variant = variant
-        name = f"{variant.system.name}-{secrets.token_hex(4)}"
-        self._log = out / f"{name}.log"
-        place = Place(folder, f"pairs-{os.getpid()}-{secrets.token_hex(4)}", variant.options)
-        shape = config.shape
-        task = {
-            "engine": {**config.engine_options(), **variant.system.engine(place)},
-            "shape": vars(shape) | {"tokens": list(shape.tokens)},
-            "max_tokens": config.max_tokens,
-            "folder": folder,
-            "counters": variant.system.counters,
-        }
-        path = out / f"{name}.task.json"
-        path.write_text(json.dumps(task, indent=1), encoding="utf-8")
-        reads, writes = os.pipe()
-        environment = child_environment({**config.environment, **variant.system.environment(place)})
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command_of(_WORKER), str(path), str(writes)], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                env=environment, pass_fds=(writes,), start_new_session=True, text=True,
-            )  # fmt: skip
-        os.close(writes)
-        self._answers = os.fdopen(reads, encoding="utf-8")
-
-    def wait(self) -> dict[str, Any]:
-        """The next answer. Raises KvCacheError with what the process said last."""
-        line = self._answers.readline()
-        if not line:
-            said = "; ".join([*causes(self._log), *tail(self._log)][:4])
-            raise KvCacheError(f"{self.variant.label} ended: {said} ({self._log})")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, document: int) -> dict[str, Any]:
-        """Time and text of one request."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            print(document, file=self._process.stdin, flush=True)
-        return self.wait()
-
-    @property
-    def ticks(self) -> int:
-        """CPU time of its processes so far."""
-        return group_ticks(self._process.pid)
-
-    def close(self) -> None:
-        """End it and all that it started."""
-        end_group(self._process)
-        self._answers.close()
 
 
 def run(config: ServeConfig, *, pairs: int, on_progress: Progress = no_progress) -> dict[str, Any]:
@@ -126,17 +60,17 @@ def run(config: ServeConfig, *, pairs: int, on_progress: Progress = no_progress)
             on_progress(0, pairs, f"starting {variant.label}")
             place = os.path.join(folder, str(number))
             os.mkdir(place)
-            engine = _Engine(config, variant, place, out)
+            engine = AskedEngine(config, variant, place, out)
             stack.callback(engine.close)
             engine.wait()
             engines.append(engine)
         for engine in engines:
             for document in range(config.documents):
-                on_progress(0, pairs, f"first time, {engine.variant.label}, document {document + 1}")
-                engine.ask(document)
+                on_progress(0, pairs, f"first time, {engine.label}, document {document + 1}")
+                engine.ask(_question(config, document))
             # What a store writes behind the answers would disturb the other's.
             time.sleep(_REST_S)
-        answers = list(_alternate(engines, config.documents, pairs, on_progress))
+        answers = list(_alternate(engines, config, pairs, on_progress))
     report = {
         "schema": SCHEMA,
         "machine": {**machine(config.root), **gpu_facts(), "versions": versions()},
@@ -149,7 +83,7 @@ def run(config: ServeConfig, *, pairs: int, on_progress: Progress = no_progress)
 
 
 def _alternate(
-    engines: Sequence[_Engine], documents: int, pairs: int, on_progress: Progress
+    engines: Sequence[AskedEngine], config: ServeConfig, pairs: int, on_progress: Progress
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Who is first changes with each pair."""
     for number in range(-_WARM_UP, pairs):
@@ -158,12 +92,17 @@ def _alternate(
         answers = {}
         for engine in order:
             _wait_for_calm(engines)
-            answers[id(engine)] = engine.ask(number % documents)
+            answer = engine.ask(_question(config, number % config.documents))
+            answers[id(engine)] = {**answer, **answer["requests"][0]}
         if number >= 0:
             yield answers[id(engines[0])], answers[id(engines[1])]
 
 
-def _wait_for_calm(engines: Sequence[_Engine]) -> None:
+def _question(config: ServeConfig, document: int) -> dict[str, Any]:
+    return {"documents": [{"role": "document", "number": document, "tokens": config.tokens[0]}]}
+
+
+def _wait_for_calm(engines: Sequence[AskedEngine]) -> None:
     """Until neither computes: workers of vLLM's spin on a core for a second after each answer."""
     end = time.monotonic() + _CALM_AT_LATEST_S
     before = sum(engine.ticks for engine in engines)
