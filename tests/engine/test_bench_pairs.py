@@ -1,14 +1,14 @@
-"""`bench pairs` with real engines: the digest that thresholds need, and a gate that says never."""
+"""`bench pairs` with real engines: one that loads, and one whose gate says never."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from session import CONNECTOR
+from nursery import engine
+from session import CONNECTOR, engine_arguments
 
 from py_kvcache.bench import pairs
 from py_kvcache.bench.serve_config import from_mapping
@@ -35,35 +35,26 @@ def settings(tiny: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]
 
 
 def test_two_systems_are_asked_in_turn_and_told_apart(tiny: str, tmp_path: Path) -> None:
-    report = pairs.run(from_mapping(settings(tiny, tmp_path, {"gate": "off"})), pairs=6)
+    report = pairs.run(from_mapping(settings(tiny, tmp_path, {"gate": "off"})), pairs=3)
     low, high = report["interval_95"]
-    assert low <= report["ratio_of_means"] <= high and report["pairs"] == 6 and report["same_text"]
+    assert low <= report["ratio_of_means"] <= high and report["pairs"] == 3 and report["same_text"]
     ours = report["systems"][1]
-    assert [system["cached_tokens"] for system in report["systems"]] == [0, 6 * (TOKENS // BLOCK * BLOCK)]
-    assert ours["folder_bytes"] > 0 and len(ours["ttft_s"]) == 6
-    assert json.loads((tmp_path / "out" / "pairs.json").read_text())["pairs"] == 6
+    assert [system["cached_tokens"] for system in report["systems"]] == [0, 3 * (TOKENS // BLOCK * BLOCK)]
+    assert ours["folder_bytes"] > 0 and len(ours["ttft_s"]) == 3
+    assert json.loads((tmp_path / "out" / "pairs.json").read_text())["pairs"] == 3
     assert not list((tmp_path / "root").iterdir()), "nothing is left on the volume"
 
 
 def test_a_gate_that_says_never_loads_and_stores_nothing(tiny: str, tmp_path: Path) -> None:
-    never = tmp_path / "never.json"
-
-    def write(digest: str) -> None:
-        content = {
-            "schema": "py-kvcache/thresholds/1",
-            "engine": digest,
-            "thresholds": {"disk": [[1, 10**9]]},
-        }
-        never.write_text(json.dumps(content))
-
-    write("0" * 16)
+    never, root = tmp_path / "never.json", tmp_path / "other root"
+    root.mkdir()
     options = {"gate": "static", "thresholds": str(never), "store_policy": "break_even"}
     config = from_mapping(settings(tiny, tmp_path, options))
-    wrong = pairs.run(config, pairs=1)
-    assert wrong["systems"][1]["folder_bytes"] > 0, "thresholds of another engine count as none"
-    logs = "".join(log.read_text(errors="replace") for log in (tmp_path / "out").glob("py-kvcache-*.log"))
-    (digest,) = set(re.findall("this one is ([0-9a-f]{16})", logs))
-    write(digest)
+    longest = config.engine_options()["max_model_len"]
+    with engine(engine_arguments(tiny, str(root), max_model_len=longest)) as session:
+        digest = session.call("digest")
+    content = {"schema": "py-kvcache/thresholds/1", "engine": digest, "thresholds": {"disk": [[1, 10**9]]}}
+    never.write_text(json.dumps(content))
     report = pairs.run(config, pairs=3)
     ours = report["systems"][1]
     assert ours["cached_tokens"] == 0 and report["same_text"]
