@@ -316,3 +316,11 @@ def test_a_fifo_or_link_in_place_of_the_config_neither_hangs_nor_leads_away(tmp_
     path.symlink_to(tmp_path / "secret")
     with pytest.raises(OSError):
         layout.read_config(str(tmp_path), NAMESPACE)
+
+
+@given(HASHES, st.integers(0, 2**32 - 1), st.integers(0, 99))
+def test_a_path_of_ours_tells_its_block_as_any_path_does(hash_: bytes, group: int, part: int) -> None:
+    key = hash_ + group.to_bytes(4, "big")
+    path = layout.block_path(layout.part_dir("/root/of_r3/us", "a_r1_0123456789ab", part), key)
+    parsed = layout.parse_block_path(path)
+    assert parsed is not None and layout.block_id_of(path) == (parsed.namespace, parsed.key)

@@ -77,6 +77,8 @@ class RequestFacts(Protocol):
     request_id: str
     block_hashes: Sequence[bytes]
     num_prompt_tokens: int
+    num_tokens: int  # of prompt and answer so far
+    num_computed_tokens: int
     lora_request: Any
 
 

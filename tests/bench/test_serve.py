@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from py_kvcache.bench import plots, serve, serve_report
-from py_kvcache.bench.children import child_environment, group_members, run_child
+from py_kvcache.bench.children import PARENT, child_environment, group_members, run_child
 from py_kvcache.bench.serve_config import ServeConfig, from_mapping
 from py_kvcache.bench.systems import SYSTEMS, Host, Place
 from py_kvcache.bench.variants import in_turn, parse_systems
@@ -412,7 +412,8 @@ print(left.pid, flush=True)
 time.sleep(600)
 """
 _STARTER = """
-import subprocess, sys, time
+import os, subprocess, sys, time
+os.environ["PY_KVCACHE_BENCH_PARENT"] = str(os.getpid())
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
@@ -432,6 +433,14 @@ def test_an_engines_processes_go_with_a_benchmark_that_was_killed():
     while group_members(group) and time.monotonic() < end:
         time.sleep(0.05)
     assert not group_members(group)
+
+
+def test_a_child_whose_starter_is_gone_before_it_could_listen_ends_at_once():
+    environment = {**child_environment({}), PARENT: "1"}
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD], env=environment, start_new_session=True, timeout=60
+    )
+    assert child.returncode == 1
 
 
 def test_a_process_killed_by_a_signal_and_one_that_says_nothing_are_failures(tmp_path):

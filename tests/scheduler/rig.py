@@ -79,7 +79,13 @@ class Engine:
         hashes = [half for key in chain for half in (b"half of " + key[:24], key[:-4])]
         tokens = len(chain) * TOKENS + 1
         request = SimpleNamespace(
-            request_id=name, block_hashes=hashes, num_prompt_tokens=tokens, lora_request=lora, **more
+            request_id=name,
+            block_hashes=hashes,
+            num_prompt_tokens=tokens,
+            num_tokens=tokens,
+            num_computed_tokens=0,
+            lora_request=lora,
+            **more,
         )
         self.manager.admit(request)
         context = SimpleNamespace(req_id=name, kv_transfer_params=params)

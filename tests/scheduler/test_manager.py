@@ -1012,17 +1012,26 @@ def test_what_a_running_request_had_computed_before_a_reset_is_not_stored_as_new
     assert engine.store(waiting) == waiting.keys
 
 
-def test_kv_memory_is_short_when_less_is_free_than_what_waits_and_runs_may_need():
+def test_kv_memory_is_short_when_less_is_free_than_all_have_yet_to_compute():
     engine = Engine()
-    chains = [keys(4, chain=n) for n in range(2)]
-    requests = [engine.admit(f"r{n}", chain) for n, chain in enumerate(chains)]
-    tokens = requests[0].request.num_prompt_tokens
+    first, second = (engine.admit(f"r{n}", keys(4, chain=n)).request for n in range(2))
+    tokens = first.num_prompt_tokens
     need = engine.manager.needs_blocks
-    assert need(2 * tokens + 2 * 16 - 1, 16) and not need(2 * tokens + 2 * 16, 16)
-    engine.manager.allocated(requests[0].request, 0)
-    assert need(tokens + 31, 16) and not need(tokens + 32, 16)
+
+    def is_exactly(expected: int) -> bool:
+        return need(expected - 1, 16) and not need(expected, 16)
+
+    assert is_exactly(2 * tokens + 2 * 16)
+    engine.manager.allocated(first, 0)
+    first.num_computed_tokens = 30  # a chunk of its prompt
+    assert is_exactly(tokens - 30 + tokens + 32)
+    first.num_computed_tokens, first.num_tokens = tokens + 99, tokens + 100
+    assert is_exactly(1 + tokens + 32)
     engine.manager.preempted(["r0"])
-    assert need(2 * tokens, 16)
-    engine.finish(requests[0])
-    engine.finish(requests[1])
+    first.num_computed_tokens = 0
+    assert is_exactly(tokens + 100 + tokens + 32), "its answer is computed again, too"
+    engine.manager.allocated(second, 4 * TOKENS)
+    assert is_exactly(tokens + 100 + 32), "who loads has his blocks"
+    engine.manager.on_request_finished(SimpleNamespace(req_id="r0"))
+    engine.manager.on_request_finished(SimpleNamespace(req_id="r1"))
     assert not need(0, 16)

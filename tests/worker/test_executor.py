@@ -48,8 +48,8 @@ class HandReactor:
         self.moves: list[tuple[str, bool]] = []
         self.wanted: list[Any] = []
 
-    def take_moves(self) -> list[tuple[str, bool]]:
-        moves, self.moves = self.moves, []
+    def take_moves(self, most: int) -> list[tuple[str, bool]]:
+        moves, self.moves = self.moves[:most], self.moves[most:]
         return moves
 
     def want(self, wants: Any) -> None:
@@ -414,6 +414,8 @@ def test_what_came_into_memory_and_left_it_is_reported_once_and_what_was_moved_a
     assert report.step == 4
     assert report.paces[2].reads == (4096, 0.5) and report.paces[2].block_bytes == PER_CHUNK * 32
     assert rig.step()[2].moves == {}
+    rig.reactor.moves = [(block_path(folder, n.to_bytes(32, "big") + bytes(4)), True) for n in range(2_500)]
+    assert [len(rig.step()[2].moves[2].came) for _ in range(3)] == [1_000, 1_000, 500]
 
 
 def test_when_no_thread_can_be_started_a_submission_still_does_not_raise(rig: Rig):

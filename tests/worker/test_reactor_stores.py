@@ -444,3 +444,21 @@ def test_a_store_that_the_gate_turns_away_after_its_copy_is_dropped_and_no_failu
     snapshot = r.reactor.snapshot()
     assert (snapshot.failures, snapshot.dropped) == ({}, {("store", "paused"): 9})
     r.assert_idle()
+
+
+def test_writes_that_hang_take_no_more_of_the_rings_workers_when_they_are_given_up(rig):
+    r = rig(slots=36, reserve=4, io_depth=32, store_depth=12, lookahead=32)
+    r.world.rule("write", HOLD)
+    for job in range(3):
+        r.store(job, 30)
+        r.run(20)
+        assert len(r.world.held("write")) <= 12
+        r.step(61)
+        r.run(5)
+        assert set(r.results) == set(range(job + 1)), "each is answered at its deadline"
+    r.world.release()
+    r.run()
+    r.store(7, 2)
+    r.run()
+    assert not r.results[7].failed
+    r.assert_idle()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from py_kvcache.bench.children import (
     child_environment,
     command_of,
     end_group,
+    ending,
     group_ticks,
     tail,
 )
@@ -44,7 +46,7 @@ class AskedEngine:
         out: Path,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        self.label = variant.label
+        self.label, self._timeout_s = variant.label, config.child_timeout_s
         name = f"{variant.system.name}-{secrets.token_hex(4)}"
         self._log = out / f"{name}.log"
         place = Place(folder, f"asked-{os.getpid()}-{secrets.token_hex(4)}", variant.options)
@@ -70,10 +72,20 @@ class AskedEngine:
 
     def wait(self) -> dict[str, Any]:
         """The next answer; the first comes when it is ready. Raises KvCacheError with what it said last."""
+        if not select.select([self._answers], [], [], self._timeout_s)[0]:
+            raise KvCacheError(f"{self.label} gave no answer in {self._timeout_s:g} s ({self._log})")
         line = self._answers.readline()
         if not line:
-            said = "; ".join([*causes(self._log), *tail(self._log)][:4])
-            raise KvCacheError(f"{self.label} ended: {said} ({self._log})")
+            # It closes its end a moment before it is gone.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            how = (
+                ending(self._process.returncode)
+                if self._process.returncode is not None
+                else "it answers no more"
+            )
+            said = "; ".join([how, *causes(self._log), *tail(self._log)][:4])
+            raise KvCacheError(f"{self.label}: {said} ({self._log})")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

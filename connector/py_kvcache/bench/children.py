@@ -20,6 +20,7 @@ from py_kvcache.bench.procio import process_stats
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
 _GONE_S = 30.0
+PARENT = "PY_KVCACHE_BENCH_PARENT"  # tells a child who started it
 _TAIL_LINES = 12
 _GROUP, _UTIME, _STIME = 2, 11, 12  # of what process_stats tells
 _CAUSES = 4
@@ -58,6 +59,7 @@ def child_environment(own: Mapping[str, str]) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        PARENT: str(os.getpid()),
         **own,
     }
 
@@ -95,7 +97,7 @@ def run_child(
     if late:
         ended.error = f"not done after {timeout_s:g} s"
     elif process.returncode != 0:
-        ended.error = _status(process.returncode)
+        ended.error = ending(process.returncode)
     elif not any(event.get("event") == "done" for event in ended.events):
         ended.error = "it ended before it was done"
     if ended.error is not None:
@@ -124,7 +126,7 @@ class _Follower:
             self._on_event(event)
 
 
-def _status(code: int) -> str:
+def ending(code: int) -> str:
     if code >= 0:
         return f"it ended with exit code {code}"
     try:
@@ -134,13 +136,15 @@ def _status(code: int) -> str:
 
 
 def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end this program as Ctrl-C does, so that what it started and wrote goes with it."""
+    """Let SIGTERM and SIGHUP end this program as Ctrl-C does: what it started and wrote goes with it."""
 
-    def stop(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # the first is being obeyed
+    def stop(_number: int, _frame: object) -> None:
+        for again in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(again, signal.SIG_IGN)  # the first is being obeyed
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:

@@ -91,9 +91,9 @@ def _alternate(
         order = engines if number % 2 == 0 else engines[::-1]
         answers = {}
         for engine in order:
-            _wait_for_calm(engines)
+            calm = _wait_for_calm(engines)
             answer = engine.ask(_question(config, number % config.documents))
-            answers[id(engine)] = {**answer, **answer["requests"][0]}
+            answers[id(engine)] = {**answer, **answer["requests"][0], "calm": calm}
         if number >= 0:
             yield answers[id(engines[0])], answers[id(engines[1])]
 
@@ -102,16 +102,20 @@ def _question(config: ServeConfig, document: int) -> dict[str, Any]:
     return {"documents": [{"role": "document", "number": document, "tokens": config.tokens[0]}]}
 
 
-def _wait_for_calm(engines: Sequence[AskedEngine]) -> None:
-    """Until neither computes: workers of vLLM's spin on a core for a second after each answer."""
+def _wait_for_calm(engines: Sequence[AskedEngine]) -> bool:
+    """Until neither computes: workers of vLLM's spin on a core for a second after each answer.
+
+    False if that does not come.
+    """
     end = time.monotonic() + _CALM_AT_LATEST_S
     before = sum(engine.ticks for engine in engines)
     while time.monotonic() < end:
         time.sleep(_CALM_FOR_S)
         now = sum(engine.ticks for engine in engines)
         if now - before <= 1:
-            return
+            return True
         before = now
+    return False
 
 
 def compare(
@@ -134,6 +138,7 @@ def compare(
         "ratio_of_means": float(times[:, 1].mean() / times[:, 0].mean()),
         "interval_95": [float(low), float(high)],
         **quantiles,
+        "asked_before_calm": sum(not one["calm"] for pair in answers for one in pair),
         "same_text": all(a["output_tokens"] == b["output_tokens"] for a, b in answers),
         "systems": [
             {

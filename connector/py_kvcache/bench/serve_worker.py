@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from py_kvcache.bench.children import PARENT
 from py_kvcache.bench.procio import at_rest, difference, folder_bytes, read_io
 from py_kvcache.bench.workloads import WORKLOADS, Document, Shape, Step
 
@@ -38,6 +39,9 @@ def die_with_parent() -> None:
     """
     signal.signal(signal.SIGTERM, lambda _number, _frame: os.killpg(0, signal.SIGKILL))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # It may have gone while Python started; then nobody tells.
+    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
+        os._exit(1)
 
 
 def open_events(path: str) -> Emit:

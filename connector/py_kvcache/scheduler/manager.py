@@ -96,7 +96,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if lora is not None:
             state.adapter = self._adapters.ask(lora, self._step + 1)
         self._requests[request.request_id] = state
-        self._waiting.enter(request.request_id, request.num_prompt_tokens)
+        self._waiting.enter(request.request_id)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """vLLM: a request is known; may come without admit() for one that is already over."""
@@ -144,7 +144,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if state is None:
             return
         total = state.local_tokens + external_tokens
-        in_memory = self._foresight.in_memory(state, state.local_tokens, total) if external_tokens else 0
+        in_memory = self._in_memory(state, state.local_tokens, total) if external_tokens else 0
         if external_tokens and not pace.is_planned(name):
             hit = Hit(request.num_prompt_tokens, state.local_tokens, total, in_memory)
             pace.planned(name, self._gate.load_bytes(hit), self._clock())
@@ -197,8 +197,20 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         self._waiting.preempt(request_ids)
 
     def needs_blocks(self, free_tokens: int, block_tokens: int) -> bool:
-        """Whether so much free KV memory is less than what waits, and one block more for whoever runs."""
-        return free_tokens < self._waiting.tokens + self._waiting.known * block_tokens
+        """Whether so much free KV memory is less than what requests have yet to compute, and a block each.
+
+        After a preemption that is prompt and answer, in a chunked prefill the rest of the prompt.
+        """
+        need = 0
+        for name in self._waiting.alive:
+            state = self._requests.get(name)
+            need += block_tokens
+            # Who loads has his blocks, of which vLLM says that nothing is computed until all have come.
+            if state is not None and state.facts is not None and not self._gate.pace.is_planned(name):
+                need += max(0, state.facts.num_tokens - state.facts.num_computed_tokens)
+            if free_tokens < need:
+                return True
+        return False
 
     # ---- look-up
 
@@ -225,11 +237,14 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         if state is None:
             return True
         total = local_tokens + external_tokens
-        in_memory = self._foresight.in_memory(state, local_tokens, total)
+        in_memory = self._in_memory(state, local_tokens, total)
         hit = Hit(request.num_prompt_tokens, local_tokens, total, in_memory)
         before = state.decision
         state.decision = self._guess("gate", lambda: self._gate.judge(hit, before, self._clock()), None)
         return state.decision is None or state.decision.load
+
+    def _in_memory(self, state: RequestState, first: int, end: int) -> int:
+        return self._guess("residency", lambda: self._foresight.in_memory(state, first, end), 0)
 
     def wait_if_asking(self) -> None:
         """In a step that computes nothing: until the file system answers, or a moment."""
@@ -283,7 +298,7 @@ class Manager(OffloadingManager):  # type: ignore[misc]
             self.set_layouts(report.layouts)
         self._adapters.heard(report.adapters)
         self._guess("pace", lambda: self._gate.pace.heard(report.paces, now), None)
-        self._foresight.heard(report.moves)
+        self._guess("residency", lambda: self._foresight.heard(report.moves), None)
         if report.step:
             learner = self._gate.prefill
             self._guess("prefills", lambda: learner.step_ended(report.step, now), None)

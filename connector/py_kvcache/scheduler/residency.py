@@ -35,4 +35,5 @@ class Residency:
         """How many of the blocks at least so many ranks have."""
         if not self._ranks_with:
             return 0
-        return sum(self._ranks_with[block] >= ranks for block in blocks)
+        known = self._ranks_with.get
+        return sum(known(block, 0) >= ranks for block in blocks)

@@ -12,39 +12,36 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-        self._known: dict[str, int] = {}  # running ones, too
-        self.tokens = 0  # of all that wait
+        self._order: dict[str, None] = {}
+        self._alive: dict[str, None] = {}  # running ones, too
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._order)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tokens)
+        return iter(self._order)
 
     @property
-    def known(self) -> int:
+    def alive(self) -> Iterable[str]:
         """Requests that wait or run."""
-        return len(self._known)
+        return self._alive
 
-    def enter(self, request_id: str, tokens: int) -> None:
-        """A new request, of so many prompt tokens."""
+    def enter(self, request_id: str) -> None:
+        """A new request."""
         self.leave(request_id)
-        self._known[request_id] = self._tokens[request_id] = tokens
-        self.tokens += tokens
+        self._alive[request_id] = self._order[request_id] = None
 
     def admit(self, request_id: str) -> None:
-        """It has got its blocks."""
-        self.tokens -= self._tokens.pop(request_id, 0)
+        """It has got its first blocks."""
+        self._order.pop(request_id, None)
 
     def preempt(self, request_ids: Iterable[str]) -> None:
         """They have lost their blocks again."""
-        first = {name: self._known[name] for name in request_ids if name in self._known}
+        first = {name: None for name in request_ids if name in self._alive}
         if first:
-            self._tokens = first | self._tokens
-            self.tokens = sum(self._tokens.values())
+            self._order = first | self._order
 
     def leave(self, request_id: str) -> None:
         """It is over."""
-        self.admit(request_id)
-        self._known.pop(request_id, None)
+        self._order.pop(request_id, None)
+        self._alive.pop(request_id, None)

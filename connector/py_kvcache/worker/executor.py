@@ -17,7 +17,7 @@ import numpy as np
 from py_kvcache.adapters import Book
 from py_kvcache.config import Config
 from py_kvcache.errors import BlockError, Fault
-from py_kvcache.layout import block_path, parse_block_path, part_dir
+from py_kvcache.layout import block_id_of, block_path, part_dir
 from py_kvcache.plan import Failures, Moves, Pace, StepNote, TransferPlan, Want, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorker, OffloadingWorkerMetadata, TransferResult
 from py_kvcache.worker import assembly
@@ -41,6 +41,8 @@ FLUSH_PATIENCE_S = 0.02
 HOLD_PATIENCE_S = 0.2
 # A step without computation waits so long at most for a transfer to end. vLLM would make thousands of such
 # steps, and the reactor would wait for the interpreter as often. A new request waits as long at worst.
+# What the memory tier took in and gave up is told in so many steps as it takes: 2 us a block.
+MOST_MOVES = 1_000
 IDLE_WAIT_S = 0.005
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3
@@ -182,11 +184,10 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     # ---- inside
 
     def _moves(self) -> dict[int, Moves]:
-        moves = dict(self._parts.reactor.take_moves())  # of several of one block the last one counts
-        blocks = [(parse_block_path(path), here) for path, here in moves.items()]
+        # Of several of one block the last one counts.
+        moves = dict(self._parts.reactor.take_moves(MOST_MOVES))
         came, left = (
-            tuple((block.namespace, block.key) for block, here in blocks if block and here is side)
-            for side in (True, False)
+            tuple(block_id_of(path) for path, here in moves.items() if here is side) for side in (True, False)
         )
         return {self._rank: Moves(came, left)} if moves else {}
 

@@ -115,12 +115,10 @@ class Reactor:
         """What waiting requests will want, most urgent first; replaces what was said before. Never blocks."""
         self._inbox.post(Wants(wants))
 
-    def take_moves(self) -> list[tuple[str, bool]]:
-        """Blocks (their files) that came into memory, or left it, since the last call, in order."""
-        moves, taken = self._core.tier.moves, []
-        while moves:
-            taken.append(moves.popleft())
-        return taken
+    def take_moves(self, most: int) -> list[tuple[str, bool]]:
+        """Blocks (their files) that came into memory, or left it, in order; the rest with the next call."""
+        moves = self._core.tier.moves
+        return [moves.popleft() for _ in range(min(most, len(moves)))]
 
     def snapshot(self) -> Counters:
         """Counters and gauges; what belongs together may be a pass apart."""

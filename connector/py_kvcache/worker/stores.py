@@ -83,7 +83,8 @@ class Stores:
             # A store counts from the launch of its copy, so that no slot waits for depth afterwards.
             if in_slot and in_slot + census[LoadState.READING] >= self._settings.io_depth:
                 return
-            if in_slot >= self._settings.store_depth:
+            # A write that was given up still has its worker of the ring; all of them would be taken so.
+            if in_slot + census[StoreState.WRITING_LOST] >= self._settings.store_depth:
                 return
             if sum(census[state] for state in _UNDER_WAY) >= self._settings.store_files:
                 return
