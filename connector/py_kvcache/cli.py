@@ -237,7 +237,8 @@ def explain(
 ) -> None:
     """Tell whether a hit is worth loading, what it costs and saves, and from which rate or length on it pays.
 
-    The connector has no gate yet and loads every hit; this is the decision that it will take.
+    It is the decision of the connector's gate for these numbers. Seconds for --prefill: time to first token
+    of prompts of some lengths without a cache, as from `bench serve --systems recompute --tokens 1000,10000`.
     """
     from py_kvcache.tools import explain as tool
     from py_kvcache.tools import explain_view

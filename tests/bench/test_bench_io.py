@@ -125,7 +125,7 @@ def test_what_misses_a_target_is_said_in_a_sentence():
     second = {"file_bytes": 28 << 20, "direct": True, "loss": 0.2}
     found = io.below_target({"results": [row], "second_thread": [second]})
     assert len(found) == 4
-    assert "28 MiB direct: read reaches 0.94 of fio" in found[0]
+    assert "28 MiB direct: read reaches 0.940 of fio" in found[0]
     good = {**row, "read_ratio": 0.95, "submit_p99_ms": 1.0, "read_cpu_s_per_gb": 0.1}
     small_file = {**good, "file_bytes": 1 << 20, "read_cpu_s_per_gb": 0.3}
     fine = {"results": [good, small_file], "second_thread": [{**second, "loss": 0.1}]}

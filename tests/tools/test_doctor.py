@@ -552,3 +552,27 @@ def test_a_root_that_is_not_there_is_a_note_since_its_volume_may_not_be_mounted(
     assert missing.status is Status.NOTE
     assert "mount it first" in missing.remedy
     assert doctor._root_check(str(tmp_path), str(tmp_path), existed=True).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"memory_bytes": 10**9, "memory_tier": "none"}, "memory_bytes does nothing"),
+        ({"memory_bytes": 10**15}, "more than this machine's memory"),
+        ({"preload": "on"}, "preload does nothing"),
+        ({"preload_bytes": 10**9}, "preload_bytes does nothing"),
+        ({"gate": "static"}, "loads every hit"),
+        ({"gate": "static", "thresholds": "/none/t.json"}, "/none/t.json"),
+        ({"gate": "off", "store_policy": "break_even"}, "stores everything"),
+        ({"io_workers": 64, "io_depth": 16}, "ever have something to do"),
+        ({"memory_bytes": 10**9, "preload": "on", "gate": "adaptive", "store_policy": "break_even"}, None),
+        ({"preload": "off"}, None),
+    ],
+)
+def test_settings_that_do_nothing_are_noted(
+    tmp_path: Path, config: dict[str, Any], words: str | None
+) -> None:
+    pytest.importorskip("pydantic")
+    _, checks = doctor_settings.read(str(tmp_path), config)
+    notes = [check.text for check in checks if check.status is Status.NOTE]
+    assert len(notes) == (words is not None) and all(words in note for note in notes if words)

@@ -63,7 +63,8 @@ def test_thresholds_come_from_a_file_or_this_nodes_in_a_folder(
         asked = ("--gate", "static", "--thresholds", str(path), "--prompt", "8000")
         assert told(*asked, "--hit", "6400")["reason"] == "above_threshold"
         assert told(*asked, "--hit", "6399")["threshold_tokens"] == 6400
-    found = told("--prompt", "20000", "--hit", "20000", "--rate", "1e9", "--thresholds", str(tmp_path / "n1"))
+    rate = ("--rate", "1e9", "--token-bytes", "1000", "--thresholds", str(tmp_path / "n1"))
+    found = told("--prompt", "20000", "--hit", "20000", *rate)
     assert found["beyond_the_curve"] and found["saved_s"] > 0.13
 
 
@@ -82,3 +83,8 @@ def test_what_makes_no_sense_is_one_sentence(more: tuple[str, ...], part: str):
     assert done.exit_code != 0
     assert part in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
+
+
+def test_a_rate_without_the_bytes_of_a_token_is_refused_with_how_to_find_them():
+    done = explain("--prompt", "1000", "--hit", "900", "--rate", "1e9", "--prefill", PREFILL)
+    assert done.exit_code == 2 and "--token-bytes is missing" in done.stderr and "x layers x" in done.stderr

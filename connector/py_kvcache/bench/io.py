@@ -154,7 +154,7 @@ def below_target(report: dict[str, Any]) -> list[str]:
         name = _name(row)
         for way in ("read", "write"):
             if row[f"{way}_ratio"] < AGAINST_FIO:
-                say(f"{name}: {way} reaches {row[f'{way}_ratio']:.2f} of fio, not {AGAINST_FIO}")
+                say(f"{name}: {way} reaches {row[f'{way}_ratio']:.3f} of fio, less than {AGAINST_FIO}")
         # Buffered, the copies of the kernel's workers take every core, so that the clock counts what they
         # took from the submitting thread. Whether a copy runs in a submit itself, its CPU time tells.
         how = "submit_p99_ms" if row["direct"] else "submit_cpu_p99_ms"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from py_kvcache import layout
@@ -99,6 +99,7 @@ def read(root: str, config: Mapping[str, Any] | None) -> tuple[Settings, list[Ch
     else:
         found, problem = _parse(config if "root" in config else {**config, "root": root})
         checks = [_verdict(config, root, found is None and not problem)]
+        checks += [Check("settings", Status.NOTE, text, "") for text in without_effect(found, config)]
     if problem:
         remedy = "correct the setting (the checks below use the defaults)"
         checks = [Check("settings", Status.PROBLEM, problem, remedy)]
@@ -117,6 +118,43 @@ def _parse(config: Mapping[str, Any]) -> tuple[Any, str]:
         return parse_config(config), ""
     except ConfigError as error:
         return None, str(error)
+
+
+def without_effect(found: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    """Settings that are valid and do not do what they seem to; ``found`` are those of ``config``, parsed."""
+    if found is None:
+        return
+    if found.memory_bytes and found.memory_tier == "none":
+        yield "memory_bytes does nothing: memory_tier is none"
+    if found.memory_bytes and (total := _memory_bytes()) and found.memory_bytes > total:
+        yield f"memory_bytes is more than this machine's memory ({total / 1e9:.0f} GB)"
+    named = [name for name in ("preload", "preload_bytes", "memory_tier") if name in config]
+    if named and not found.memory_bytes and found.preload != "off" and found.memory_tier != "none":
+        yield f"{' and '.join(named)} does nothing: memory_bytes is 0"
+    if found.gate == "static" and not found.thresholds:
+        yield "gate=static loads every hit: thresholds is not set"
+    if found.gate != "off" and found.thresholds:
+        yield from _about_thresholds(found.thresholds)
+    if found.gate == "off" and found.store_policy == "break_even":
+        yield "store_policy=break_even stores everything: with gate=off every hit is loaded"
+    if found.io_workers > found.io_depth:
+        yield f"of io_workers ({found.io_workers}) only io_depth ({found.io_depth}) ever have something to do"
+
+
+def _about_thresholds(path: str) -> Iterator[str]:
+    from py_kvcache.models import read_thresholds, thresholds_path
+
+    try:
+        read_thresholds(thresholds_path(path))
+    except (ConfigError, OSError) as error:
+        yield f"thresholds are of no use: {error}"
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
 
 
 def _verdict(config: Mapping[str, Any], root: str, unread: bool) -> Check:

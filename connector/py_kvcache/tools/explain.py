@@ -42,7 +42,7 @@ class Question:
 def parse_points(text: str) -> tuple[tuple[float, float], ...]:
     """Points as ``1024=0.05,8192=0.4``. Raises ConfigError."""
     try:
-        pairs = [part.split("=") for part in text.split(",") if part]
+        pairs = [part.partition("=")[::2] for part in text.split(",") if part]
         points = tuple((float(tokens), float(seconds)) for tokens, seconds in pairs)
         Curve(points)
     except ValueError as error:
@@ -54,6 +54,11 @@ def explain(question: Question) -> dict[str, Any]:
     """The decision with its numbers. Raises ConfigError, OSError."""
     if not question.gpu_tokens <= question.hit_tokens <= question.prompt_tokens:
         raise ConfigError("a hit lies between what the GPU has and the prompt: --gpu <= --hit <= --prompt")
+    if question.mode is Mode.ADAPTIVE and question.bytes_per_s and not question.token_bytes:
+        raise ConfigError(
+            "--token-bytes is missing: KV bytes of one token on one rank, 2 x layers x KV heads x head size "
+            "x bytes of a number / tensor-parallel size"
+        )
     file: Thresholds | None = None
     if question.thresholds:
         file = read_thresholds(thresholds_path(question.thresholds))

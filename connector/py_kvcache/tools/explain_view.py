@@ -36,7 +36,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     least = report["least_hit_tokens"]
     if least is not None:
         lines.append(f"the shortest prefix of this prompt worth loading has {least:,} tokens")
-    elif report["gate"] != "off":
+    elif report["reason"] != "unknown":
         lines.append("no prefix of this prompt is worth loading")
     for line in lines:
         console.print(f"  {line}", highlight=False)

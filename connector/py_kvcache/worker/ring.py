@@ -111,9 +111,9 @@ class UringRing:
 
     ``entries`` bounds the submission queue, not what may be in flight. It also bounds the kernel's workers
     together with four times the cores, so give it at least the I/O depth plus the open lookahead. ``workers``
-    bounds those that read and write files further: what is in flight beyond waits in the kernel's queue, so
-    that its workers have something to do while the interpreter is somebody else's. Memory that was read into
-    or written from stays referenced until shutdown (see iovecs).
+    bounds those that work on files (opens, too) further: what is in flight beyond waits in the kernel's
+    queue, so that its workers have something to do while the interpreter is somebody else's. Memory that was
+    read into or written from stays referenced until shutdown (see iovecs).
     """
 
     name = "io_uring"
