@@ -15,7 +15,7 @@ MATRIX := 0.26.0 0.28.0 0.30.0
 SIGNATURES := 0.33.0
 MATRIX_WHEELS := .matrix
 
-.PHONY: help setup demo test test-matrix lint format bench requirements clean
+.PHONY: help setup demo test test-matrix lint format schemas bench requirements clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -80,6 +80,9 @@ lint: setup  ## ruff, mypy --strict, import contracts
 format: setup  ## rewrite the sources the way lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+schemas: setup  ## docs/schemas from the typed models
+	PYTHONPATH=connector $(BIN)/python tools/schemas.py
 
 ROOT ?= .bench
 FILES ?= 10000,100000

@@ -1,4 +1,4 @@
-"""`py-kvcache <command>`: arguments, output streams and exit codes; the work is in tools/ and bench/.
+"""`py-kvcache <command>`: arguments, output streams and exit codes; the work is in other folders.
 
 Commands import what they need when they run, so that help is quick and needs neither torch nor vLLM.
 """
@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from py_kvcache import __version__
 from py_kvcache.cli_bench import bench
+from py_kvcache.cli_calibrate import calibrate
 from py_kvcache.cli_options import CONTEXT, Json, SourceName, not_empty
 from py_kvcache.scheduler.policy import Mode
 from py_kvcache.tools.terminal import (
@@ -35,6 +36,8 @@ _TOOLS = {
     "doctor": "tools.doctor", "inspect": "tools.inspection", "verify": "tools.verify_report",
     "bench io": "bench.io", "bench metadata": "bench.metadata", "bench serve": "bench.serve",
     "bench timeline": "bench.timeline", "bench policy": "bench.policy", "explain": "tools.explain",
+    "calibrate fit": "calibrate.outputs", "calibrate show": "calibrate.show",
+    "calibrate compare": "calibrate.compare",
 }  # fmt: skip
 # typer names no base of its usage errors, and has them from click or from a copy of it
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -253,6 +256,7 @@ def explain(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(calibrate, name="calibrate")
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""From measured times to first token to break-even thresholds. Pure, but for outputs.py."""
