@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,21 @@ class Curve:
 
     def __call__(self, tokens: float) -> float:
         """Seconds, never negative. Outside the points the line goes on with the slope that it has there."""
+        return max(0.0, float(self.piece(bisect_right(self.points, (tokens, math.inf)), tokens)))
+
+    def piece(self, number: int, tokens: Any) -> Any:
+        """Seconds by the piece that ends at point ``number``; 0: before all, len(points): beyond all.
+
+        Args:
+            tokens: a number within that piece, or a numpy array of them.
+        """
         points, slopes = self.points, self._slopes
-        if tokens <= points[0][0]:
-            value = points[0][1] + (tokens - points[0][0]) * slopes[0]
-        elif tokens >= points[-1][0]:
-            value = points[-1][1] + (tokens - points[-1][0]) * slopes[-1]
-        else:
-            right = bisect_right(points, (tokens, math.inf))
-            value = _hermite(points[right - 1], points[right], slopes[right - 1], slopes[right], tokens)
-        return max(0.0, value)
+        if number == 0:
+            return points[0][1] + (tokens - points[0][0]) * slopes[0]
+        left, slope = points[number - 1], slopes[number - 1]
+        if number == len(points):
+            return left[1] + (tokens - left[0]) * slope
+        return _hermite(left, points[number], slope, slopes[number], tokens)
 
 
 def _check(points: tuple[tuple[float, float], ...]) -> None:
@@ -100,12 +107,14 @@ def _end_slope(width: float, next_width: float, secant: float, next_secant: floa
 
 
 def _hermite(
-    left: tuple[float, float], right: tuple[float, float], slope: float, next_slope: float, at: float
-) -> float:
+    left: tuple[float, float], right: tuple[float, float], slope: float, next_slope: float, at: Any
+) -> Any:
     width = right[0] - left[0]
     t = (at - left[0]) / width
+    rest = 1 - t
+    # Products only: a power may round otherwise for an array than for a number.
     return (
-        left[1] * (1 + 2 * t) * (1 - t) ** 2
-        + right[1] * t**2 * (3 - 2 * t)
-        + width * (slope * t * (1 - t) ** 2 + next_slope * t**2 * (t - 1))
+        left[1] * (1 + 2 * t) * (rest * rest)
+        + right[1] * (t * t) * (3 - 2 * t)
+        + width * (slope * t * (rest * rest) + next_slope * (t * t) * (t - 1))
     )

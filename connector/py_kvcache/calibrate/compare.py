@@ -23,7 +23,7 @@ def compare(first: Calibration, second: Calibration) -> dict[str, Any]:
     warnings = []
     if first.engine != second.engine:
         warnings.append(
-            f"the engines differ ({first.engine}, {second.engine}): model, types, layout, versions or parallelism"
+            f"the engines differ ({first.engine}, {second.engine}): model, types, layout, versions, ranks"
         )
     if _blocks(first) != _blocks(second):
         warnings.append("blocks differ in tokens, bytes or ranks")

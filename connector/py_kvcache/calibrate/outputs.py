@@ -77,7 +77,8 @@ def _run(path: str, out: str, concurrency: int) -> tuple[dict[str, Any], str]:
 def error_text(problem: str) -> str:
     """An object with ``error``, of at most 1,024 bytes."""
     while len(text := json.dumps({"error": problem}, separators=(",", ":"))) > MOST_BYTES:
-        problem = problem[: -max(1, (len(text) - MOST_BYTES) // 6)]
+        # A character takes twelve at most: two escaped halves.
+        problem = problem[: -max(1, (len(text) - MOST_BYTES) // 12)]
     return text
 
 

@@ -7,6 +7,7 @@ Both are tables with an entry for each number of tokens from 0 on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,13 @@ Seconds = NDArray[np.float64]
 
 def tabulate(curve: Curve, longest: int) -> Seconds:
     """Its value at 0, 1, ... ``longest`` tokens; shape (longest + 1,)."""
-    return np.fromiter((curve(tokens) for tokens in range(longest + 1)), np.float64, longest + 1)
+    tokens = np.arange(longest + 1, dtype=np.float64)
+    values = np.empty_like(tokens)
+    # searchsorted tells for each knot the first whole number at or beyond it.
+    edges = [0, *np.searchsorted(tokens, [point[0] for point in curve.points]), longest + 1]
+    for number, (first, end) in enumerate(pairwise(edges)):
+        values[first:end] = curve.piece(number, tokens[first:end])
+    return np.maximum(values, 0.0)
 
 
 def paper_threshold(f: Seconds, g: Seconds, prompt: int, start: int = 0) -> int | None:

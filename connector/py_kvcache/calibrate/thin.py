@@ -6,6 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from py_kvcache.calibrate.fit import Fit
@@ -16,6 +17,7 @@ MOST_BYTES: Final = 1024
 # Knots of f and of a table, from the most on.
 _SIZES: Final = ((12, 8), (11, 7), (10, 6), (9, 6), (8, 5), (7, 5), (6, 4), (5, 4), (4, 3), (3, 2), (2, 1))
 _ENOUGH: Final = 9  # so many of these sizes are tried before a set under load is left out
+_CACHED: Final = 256  # of what is asked again for each number of sets that may fit
 _PLACES: Final = 256  # at which a thinned curve is compared
 
 Table = tuple[tuple[int, int], ...]
@@ -47,7 +49,10 @@ def to_thresholds(found: Fit, others: Sequence[Fit] = (), made: Mapping[str, str
                 content: dict[str, Any] = {"schema": THRESHOLDS_SCHEMA, "engine": found.engine}
                 content |= _one_set(found, *sizes)
                 if kept:
-                    content["under_load"] = [_one_set(other, *sizes) for other in others[:kept]]
+                    content["under_load"] = [
+                        {"concurrency": other.concurrency, **_one_set(other, *sizes)}
+                        for other in others[:kept]
+                    ]
                 if notes:
                     content["made"] = dict(notes)
                 text = json.dumps(content, separators=(",", ":"))
@@ -68,9 +73,7 @@ def _compact(found: Fit, text: str, content: Mapping[str, Any], left_out: tuple[
 
 def _one_set(found: Fit, f_knots: int, table_knots: int) -> dict[str, Any]:
     known = [tier for tier in found.tiers if not tier.reason]
-    content: dict[str, Any] = {}
-    if found.concurrency != 1:
-        content["concurrency"] = found.concurrency
+    content: dict[str, Any] = {} if found.concurrency == 1 else {"concurrency": found.concurrency}
     if known:
         content["exact"] = {tier.source: found.never if tier.exact is None else tier.exact for tier in known}
         content["thresholds"] = {
@@ -85,7 +88,8 @@ def _full_table(found: Fit, frontier: Sequence[tuple[int, int | None]]) -> Table
     return tuple((prompt, found.never if least is None else least) for prompt, least in frontier)
 
 
-def thin_curve(curve: Curve, most: int) -> list[tuple[int, float]]:
+@lru_cache(maxsize=_CACHED)
+def thin_curve(curve: Curve, most: int) -> tuple[tuple[int, float], ...]:
     """Its ends and then, one by one, the knot that is farthest off; seconds with 4 digits."""
     knots = [(int(tokens), float(f"{seconds:.4g}")) for tokens, seconds in curve.points]
     chosen = [0, len(knots) - 1]
@@ -93,7 +97,7 @@ def thin_curve(curve: Curve, most: int) -> list[tuple[int, float]]:
         thin = Curve.of(knots[n] for n in chosen)
         rest = [n for n in range(len(knots)) if n not in chosen]
         chosen = sorted([*chosen, max(rest, key=lambda n: _relative(thin(knots[n][0]), knots[n][1]))])
-    return [knots[n] for n in chosen]
+    return tuple(knots[n] for n in chosen)
 
 
 def curve_error(curve: Curve, thin: Curve) -> float:
@@ -103,6 +107,7 @@ def curve_error(curve: Curve, thin: Curve) -> float:
     return max(_relative(thin(at), curve(at)) for at in (*places, *(tokens for tokens, _ in curve.points)))
 
 
+@lru_cache(maxsize=_CACHED)
 def thin_table(table: Table, most: int) -> Table:
     """The entries, so many at most, whose look-ups have the least largest relative error over the table.
 
