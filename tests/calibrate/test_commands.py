@@ -79,6 +79,7 @@ def test_the_set_that_counts_is_chosen_and_the_others_go_beside_it(made: Any, tm
     path = made.file(sets=[{"concurrency": n, "samples": samples} for n in (1, 8)])
     found = told("fit", path, "--out", str(tmp_path / "o"), "--concurrency", "8")["thresholds"]
     assert (found["concurrency"], len(found["under_load"])) == (8, 1)
+    assert "With 1 requests at a time" in (tmp_path / "o" / "report.html").read_text()
     shown = told("show", str(tmp_path / "o" / "thresholds.json"))
     assert any("(8 requests at a time)" in line for line in shown["summary"])
     done = run("fit", path, "--out", str(tmp_path / "o"), "--concurrency", "3")

@@ -171,6 +171,7 @@ def test_help_of_bench_serve_says_which_systems_run_by_themselves() -> None:
         ["inspect"],
         ["verify"],
         *(["bench", name] for name in ("io", "metadata", "serve", "timeline", "policy")),
+        *(["calibrate", name] for name in ("fit", "show", "compare")),
     ],
 )  # fmt: skip
 def test_help_has_examples_and_exit_codes(command: list[str]) -> None:

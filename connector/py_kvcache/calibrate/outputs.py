@@ -52,7 +52,7 @@ def _run(path: str, out: str, concurrency: int) -> tuple[dict[str, Any], str]:
     os.makedirs(out, exist_ok=True)
     files = {
         **pictures,
-        "report.html": page(calibration, found, compact, pictures, notes).encode(),
+        "report.html": page(calibration, found, others, compact, pictures, notes).encode(),
         "thresholds.json": compact.text.encode() + b"\n",
     }
     for name, content in files.items():

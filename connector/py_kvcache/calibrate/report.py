@@ -28,6 +28,7 @@ _STYLE: Final = (
 def page(
     calibration: Calibration,
     found: Fit,
+    others: Sequence[Fit],
     compact: Compact,
     pictures: Mapping[str, bytes],
     notes: Sequence[str] = (),
@@ -35,6 +36,7 @@ def page(
     """All that is known, as HTML.
 
     Args:
+        others: what was found for other numbers of requests at a time; only their verdicts are told.
         pictures: PNG files by name.
         notes: what could not be drawn.
     """
@@ -44,6 +46,7 @@ def page(
         f"<h1>{escape(title)}</h1>",
         _list(sentences(found)),
         _origin(calibration, found),
+        *(_under_load(other) for other in others),
         f"<h2>Warnings</h2>{_list(warnings, 'warn')}" if warnings else "",
         *(_picture(name, content) for name, content in pictures.items()),
         "<h2>Times to first token</h2>",
@@ -71,6 +74,11 @@ def _origin(calibration: Calibration, found: Fit) -> str:
         f"<p>Measured {escape(calibration.created)} with {found.concurrency} requests at a time; "
         f"py-kvcache {escape(__version__)}.</p>"
     )
+
+
+def _under_load(other: Fit) -> str:
+    lines = [*sentences(other), *other.warnings]
+    return f"<h3>With {other.concurrency} requests at a time</h3>{_list(lines)}"
 
 
 def _list(texts: Iterable[str], kind: str = "") -> str:

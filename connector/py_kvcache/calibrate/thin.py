@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -28,7 +28,7 @@ class Compact:
     """thresholds.json, and what it cost to make it small.
 
     Attributes:
-        text: one line of JSON, at most 1,024 bytes.
+        text: one line of JSON, less than 1,024 bytes.
         prefill_error: largest relative error of f between its first and last knot.
         table_errors: by source, the largest relative error of a least prefix on the fit's grid.
         left_out: concurrencies that found no room.
@@ -43,23 +43,30 @@ class Compact:
 
 def to_thresholds(found: Fit, others: Sequence[Fit] = (), made: Mapping[str, str] | None = None) -> Compact:
     """At most 12 knots of f and 8 of each table, fewer if need be; then fewer of the other sets."""
-    for kept in range(len(others), -1, -1):
-        for sizes in _SIZES[:_ENOUGH] if kept else _SIZES:
-            for notes in (made, None):
-                content: dict[str, Any] = {"schema": THRESHOLDS_SCHEMA, "engine": found.engine}
-                content |= _one_set(found, *sizes)
-                if kept:
-                    content["under_load"] = [
-                        {"concurrency": other.concurrency, **_one_set(other, *sizes)}
-                        for other in others[:kept]
-                    ]
-                if notes:
-                    content["made"] = dict(notes)
-                text = json.dumps(content, separators=(",", ":"))
-                if len(text.encode()) <= MOST_BYTES:
-                    left_out = tuple(other.concurrency for other in others[kept:])
-                    return _compact(found, text, content, left_out)
+    for kept, sizes, notes in _attempts(len(others), made):
+        content: dict[str, Any] = {
+            "schema": THRESHOLDS_SCHEMA,
+            "engine": found.engine,
+            **_one_set(found, *sizes),
+            "under_load": [
+                {"concurrency": other.concurrency, **_one_set(other, *sizes)} for other in others[:kept]
+            ],
+            "made": notes,
+        }
+        text = json.dumps({key: value for key, value in content.items() if value}, separators=(",", ":"))
+        if len(text.encode()) < MOST_BYTES:  # a line's end follows
+            return _compact(found, text, content, tuple(other.concurrency for other in others[kept:]))
     raise AssertionError("two knots and one entry for each source need less than 1,024 bytes")
+
+
+def _attempts(
+    others: int, made: Mapping[str, str] | None
+) -> Iterator[tuple[int, tuple[int, int], dict[str, str]]]:
+    """Sets under load, numbers of knots and notes, from the most on."""
+    for kept in range(others, -1, -1):
+        for sizes in _SIZES[:_ENOUGH] if kept else _SIZES:
+            for notes in (made or {}, {}):
+                yield kept, sizes, dict(notes)
 
 
 def _compact(found: Fit, text: str, content: Mapping[str, Any], left_out: tuple[int, ...]) -> Compact:

@@ -14,6 +14,9 @@ from rich.table import Table
 def show_fit(report: Mapping[str, Any], console: Console) -> None:
     """The verdict first, what to think of it, and where the files are."""
     _verdict(report["summary"], console)
+    for other in report["under_load"]:
+        _lines((f"{line} ({other['concurrency']} requests at a time)" for line in other["summary"]), console)
+        _warn(other["warnings"], console)
     _warn([*report["warnings"], *(f"skipped: {text}" for text in report["skipped"])], console)
     _lines((*report["thinning"], *report["notes"]), console)
     _lines((f"written: {path}" for path in report["files"]), console)
