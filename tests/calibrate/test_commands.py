@@ -66,6 +66,18 @@ def test_an_error_for_the_termination_log_has_at_most_1024_bytes(text: str):
     assert text.startswith(error.encode("utf-16", "ignore").decode("utf-16")) and error
 
 
+def test_pictures_are_drawn_also_where_no_prefix_pays(made: Any, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    samples = [
+        *made.samples("compute", made.computing),
+        *made.samples("disk", made.loading(1e9), copy=made.loading(1e9, 0)),
+    ]
+    done = run("fit", made.file(sets=[{"concurrency": 1, "samples": samples}]), "--out", str(tmp_path / "o"))
+    assert done.exit_code == 0
+    assert "loading from disk never pays up to 32,000 tokens" in done.stdout
+    assert (tmp_path / "o" / "frontier.png").exists()
+
+
 def test_without_any_threshold_the_exit_code_is_1(made: Any, tmp_path: Path):
     path = made.file(sets=[{"concurrency": 1, "samples": made.samples("compute", made.computing)}])
     done = run("fit", path, "--out", str(tmp_path / "o"))

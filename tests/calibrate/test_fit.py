@@ -51,6 +51,8 @@ def test_a_disk_that_is_too_slow_never_pays(made: Any):
     thresholds = to_thresholds(found).thresholds
     assert thresholds.exact == {"disk": 32_257}
     assert all(least > prompt for prompt, least in thresholds.thresholds["disk"])
+    assert found.warnings == ()
+    assert "longer ones count as not paying" in fit(made.calibration(samples, longest=131_072)).warnings[0]
 
 
 def test_a_curve_that_falls_leaves_its_source_out(made: Any):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, get_args
 
@@ -11,6 +12,7 @@ import numpy as np
 from py_kvcache.calibrate.points import Measured, measure, medians
 from py_kvcache.calibrate.rules import (
     Bandwidth,
+    Crossing,
     Seconds,
     bandwidth,
     exact_threshold,
@@ -151,25 +153,28 @@ def _fit_tier(
         return Tier(
             source, loaded, f"{name} and computing were measured at different lengths, with none in common"
         )
-    if g.reach < _NEARLY * f.reach:
-        warnings.append(
-            f"{name} was measured up to {g.reach:,.0f} tokens: beyond, the curve is a straight line"
-        )
     g_table = tabulate(g, len(f_table) - 1)
     crossing = exact_threshold(f_table, g_table, start, reach)
-    if crossing.turns > 1 or (crossing.turns and crossing.least is None):
-        warnings.append(
-            f"{name} and computing cross {crossing.turns} times between {start:,} and {reach:,} tokens; "
-            + (
-                "the last one counts"
-                if crossing.least is not None
-                else "at the end loading does not pay, so none counts"
-            )
-        )
+    warnings.extend(_doubts(name, f, g, crossing, calibration.longest))
     frontier = tuple((p, paper_threshold(f_table, g_table, p, start)) for p in _prompts(f, start))
     return Tier(
         source, loaded, "", start, reach, crossing.least, frontier, _bandwidths(calibration, samples, f, g)
     )
+
+
+def _doubts(name: str, f: Curve, g: Curve, crossing: Crossing, longest: int) -> Iterator[str]:
+    reach = int(min(f.reach, g.reach))
+    if g.reach < _NEARLY * f.reach:
+        yield f"{name} was measured up to {g.reach:,.0f} tokens: beyond, its curve is straight"
+    if crossing.least is not None and crossing.turns > 1:
+        yield f"{name} and computing cross {crossing.turns} times up to {reach:,} tokens; the last one counts"
+    if crossing.least is None and crossing.turns:
+        yield (
+            f"{name} and computing cross {crossing.turns} times up to {reach:,} tokens, where it does not pay; "
+            "so none counts"
+        )
+    if crossing.least is None and reach < _NEARLY * longest:
+        yield f"{name} does not pay up to {reach:,} tokens; longer ones count as not paying, unmeasured"
 
 
 def _prompts(f: Curve, start: int) -> list[int]:

@@ -74,15 +74,17 @@ def _curve(axes: Any, name: str, measured: Measured) -> None:
 
 
 def _frontier(axes: Any, found: Fit) -> None:
-    for tier in found.tiers:
+    for number, tier in enumerate(found.tiers):
         pays = [(prompt, 100 * least / prompt) for prompt, least in tier.frontier if least is not None]
         if pays:
-            axes.plot(*zip(*pays, strict=True), marker=".", label=f"{tier.source}, the paper's rule")
+            label = f"{tier.source}, the paper's rule"
+            axes.plot(*zip(*pays, strict=True), color=f"C{number + 1}", marker=".", label=label)
         if tier.exact is not None:
             prompts = [prompt for prompt, _ in tier.frontier if prompt >= tier.exact]
             shares = [100 * tier.exact / prompt for prompt in prompts]
-            axes.plot(prompts, shares, linestyle="--", label=f"{tier.source}, exact")
-    axes.plot([], [])  # a legend, also where nothing pays
+            axes.plot(prompts, shares, color=f"C{number + 1}", linestyle="--", label=f"{tier.source}, exact")
+    if not axes.lines:
+        axes.plot([], [], label="no prefix pays")
     axes.set_xscale("log")
     axes.set_ylim(0, 105)
     axes.set_xlabel("prompt tokens")
@@ -91,13 +93,14 @@ def _frontier(axes: Any, found: Fit) -> None:
 
 
 def _bandwidth(axes: Any, found: Fit) -> None:
-    for tier in found.tiers:
+    for number, tier in enumerate(found.tiers):
+        style = {"color": f"C{number + 1}", "marker": "o", "markersize": 3}
         needed = [(one.tokens, one.needed / 1e9) for one in tier.bandwidth if one.needed is not None]
         had = [(one.tokens, one.had / 1e9) for one in tier.bandwidth]
         if needed:
-            axes.plot(*zip(*needed, strict=True), marker="o", linestyle="--", label=f"{tier.source}: needed")
+            axes.plot(*zip(*needed, strict=True), linestyle="--", label=f"{tier.source}: needed", **style)
         if had:
-            axes.plot(*zip(*had, strict=True), marker="o", label=f"{tier.source}: had")
+            axes.plot(*zip(*had, strict=True), label=f"{tier.source}: had", **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("prefix tokens")
