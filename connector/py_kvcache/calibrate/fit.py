@@ -170,8 +170,8 @@ def _doubts(name: str, f: Curve, g: Curve, crossing: Crossing, longest: int) -> 
         yield f"{name} and computing cross {crossing.turns} times up to {reach:,} tokens; the last one counts"
     if crossing.least is None and crossing.turns:
         yield (
-            f"{name} and computing cross {crossing.turns} times up to {reach:,} tokens, where it does not pay; "
-            "so none counts"
+            f"{name} and computing cross {crossing.turns} times up to {reach:,} tokens, where it "
+            "does not pay; so none counts"
         )
     if crossing.least is None and reach < _NEARLY * longest:
         yield f"{name} does not pay up to {reach:,} tokens; longer ones count as not paying, unmeasured"
