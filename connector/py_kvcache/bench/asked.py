@@ -75,8 +75,8 @@ class _Asked:
 
 async def _serve(task: dict[str, Any], answer: Answer) -> None:
     engine = start_engine(task["engine"])
-    cache = engine.vllm_config.cache_config
-    answer({"ready": True, "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size})
+    cache, longest = engine.vllm_config.cache_config, engine.vllm_config.model_config.max_model_len
+    answer({"kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size, "longest": longest})
     asked, loop = _Asked(engine, task), asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         answer(await asked.answer(json.loads(line)))

@@ -33,7 +33,7 @@ class AskedEngine:
     """One system's engine. Close it, or its processes stay for as long as this one.
 
     Args:
-        engine: options for vLLM beyond those of ``config`` and of the system.
+        engine: options for vLLM, to which those of the system are added.
         folder: the system's own, empty.
         out: takes log and task.
     """
@@ -44,7 +44,7 @@ class AskedEngine:
         variant: Variant,
         folder: str,
         out: Path,
-        engine: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any],
     ) -> None:
         self.label, self._timeout_s = variant.label, config.child_timeout_s
         name = f"{variant.system.name}-{secrets.token_hex(4)}"
@@ -52,7 +52,7 @@ class AskedEngine:
         place = Place(folder, f"asked-{os.getpid()}-{secrets.token_hex(4)}", variant.options)
         shape = config.shape
         task = {
-            "engine": {**config.engine_options(), **variant.system.engine(place), **(engine or {})},
+            "engine": {**engine, **variant.system.engine(place)},
             "shape": vars(shape) | {"tokens": list(shape.tokens)},
             "max_tokens": config.max_tokens,
             "folder": folder,

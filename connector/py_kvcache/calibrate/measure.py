@@ -1,0 +1,292 @@
+"""`py-kvcache calibrate measure`: time to first token of prompts that are computed, and that are loaded.
+
+One engine of the user's with our connector, and a folder of its own on the real volume that is removed
+afterwards. Computing is measured with the connector on and declining. Results are written after every visit:
+a run that is cut off keeps what it has, and the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final
+
+from py_kvcache.bench.asking import AskedEngine
+from py_kvcache.bench.hostfacts import gpu_facts, versions
+from py_kvcache.bench.serve_config import ServeConfig
+from py_kvcache.bench.variants import parse_systems
+from py_kvcache.bench.workspace import Progress, machine, no_progress, workspace
+from py_kvcache.calibrate.asked import Asked, Timed
+from py_kvcache.calibrate.visits import Seen, first_grid, next_prefix, suffix_points
+from py_kvcache.errors import ConfigError
+from py_kvcache.models import Calibration, Sample, SampleSet, read_calibration
+
+FILE_NAME: Final = "calibration.json"
+SCHEMA: Final = "py-kvcache/calibration/1"
+_SUFFIX_ROUNDS, _MEMORY_ROUNDS = 3, 3
+_STEPS = 1000  # of the progress bar: thousandths of the budget
+_LEAST_BUDGET_S = 10.0
+_ANOTHER = "give another folder, or --no-resume to replace it"
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Settings of one calibration.
+
+    Args:
+        serve: model, root, out, the engine's options and environment.
+        settings: ours, as in kv_connector_extra_config; root and gate are replaced.
+        budget_s: no visit is begun that would probably end later; starting engines counts.
+        concurrency: requests at once; one set of curves for each.
+        longest: tokens of a prefix; 0 for the engine's limit.
+        resume: go on with the samples that ``out`` has, if they are of the same engine.
+    """
+
+    serve: ServeConfig
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    budget_s: float = 600.0
+    concurrency: tuple[int, ...] = (1,)
+    longest: int = 0
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be run."""
+        if self.budget_s < _LEAST_BUDGET_S:
+            raise ConfigError(
+                f"the budget must be {_LEAST_BUDGET_S:g} s or more; starting vLLM alone takes it"
+            )
+        if not self.concurrency or min(self.concurrency) < 1 or max(self.concurrency) > 256:
+            raise ConfigError("concurrency must be numbers from 1 to 256")
+        if len(set(self.concurrency)) < len(self.concurrency):
+            raise ConfigError("concurrency must be different numbers")
+        if self.longest < 0:
+            raise ConfigError("longest must be 0 or more tokens")
+
+    @property
+    def block_tokens(self) -> int:
+        """Of one file."""
+        return int(self.settings.get("block_tokens", 256))
+
+
+def run(config: MeasureConfig, *, on_progress: Progress = no_progress) -> Calibration:
+    """Measure; the result is in ``out``/calibration.json too.
+
+    Raises:
+        ConfigError: impossible settings. KvCacheError: the engine ended, or what it stored was not loaded.
+        RootError: root cannot be used or is full. OSError: for ``out``.
+    """
+    out = Path(config.serve.out)
+    out.mkdir(parents=True, exist_ok=True)
+    measurement = _Measurement(config, out / FILE_NAME, on_progress)
+    with workspace(config.serve.root, 0) as folder:
+        measurement.from_disk(folder)
+        if config.settings.get("memory_bytes"):
+            measurement.from_memory(folder)
+    return measurement.save()
+
+
+class _Measurement:
+    def __init__(self, config: MeasureConfig, path: Path, on_progress: Progress) -> None:
+        self._config, self._path, self._on_progress = config, path, on_progress
+        self._end = time.monotonic() + config.budget_s
+        self._samples: dict[int, list[Sample]] = {number: [] for number in config.concurrency}
+        self._skipped: list[str] = []
+        self._facts: dict[str, Any] = {}
+        self._costs: dict[int, dict[int, float]] = defaultdict(dict)
+        self._earlier = self._load_earlier() if config.resume else None
+
+    # ---- results
+
+    def _load_earlier(self) -> Calibration | None:
+        if not self._path.exists():
+            return None
+        earlier = read_calibration(str(self._path))
+        if earlier.arguments != self._arguments():
+            raise ConfigError(f"{self._path} was measured with other settings; {_ANOTHER}")
+        return earlier
+
+    def _arguments(self) -> dict[str, Any]:
+        serve = self._config.serve
+        settings = {name: value for name, value in self._config.settings.items() if name != "root"}
+        return {"model": os.path.abspath(serve.model), "engine": dict(serve.engine), "settings": settings}
+
+    def _calibration(self) -> Calibration:
+        sets = [
+            SampleSet(concurrency=number, samples=tuple(samples))
+            for number, samples in self._samples.items()
+            if samples
+        ]
+        root = self._config.serve.root
+        return Calibration.model_validate(
+            {
+                "schema": SCHEMA,
+                **self._facts,
+                "block_tokens": self._config.block_tokens,
+                "machine": {**machine(root), **gpu_facts(), "versions": versions()},
+                "arguments": self._arguments(),
+                "skipped": tuple(self._skipped),
+                "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "sets": tuple(sets),
+            }
+        )
+
+    def save(self) -> Calibration:
+        """Write what there is, whole or not at all."""
+        calibration = self._calibration()
+        beside = self._path.with_name(self._path.name + ".new")
+        beside.write_text(calibration.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+        return calibration
+
+    # ---- measuring
+
+    def from_disk(self, folder: str) -> None:
+        """Curves of computing and of loading from storage, and the checks of suffixes."""
+        with self._asked(folder, {"memory_bytes": 0}) as asked:
+            self._learn_engine(asked)
+            for number in self._config.concurrency:
+                self._set(asked, number)
+
+    def from_memory(self, folder: str) -> None:
+        """Of loading from the memory tier, at the lengths that were measured from storage."""
+        with self._asked(folder, {}) as asked:
+            for number in self._config.concurrency:
+                prefixes = sorted({s.prefix for s in self._samples[number] if s.kind == "disk"})
+                for round_ in range(_MEMORY_ROUNDS):
+                    for prefix in prefixes:
+                        if self._end - time.monotonic() < self._costs[number].get(prefix, 0.0):
+                            continue
+                        self._tell(f"{prefix} tokens from memory")
+                        asked.store(prefix, number)
+                        asked.load(prefix, number)
+                        timed = asked.load(prefix, number)
+                        if not timed.from_disk:
+                            self._add(number, "memory", prefix + 1, prefix, timed, round_)
+                self.save()
+
+    @contextlib.contextmanager
+    def _asked(self, folder: str, settings: Mapping[str, Any]) -> Any:
+        config = self._config
+        options = {**config.settings, **settings, "gate": "off", "preload": "off"}
+        place = os.path.join(folder, f"cache-{len(settings)}")
+        os.mkdir(place)
+        (variant,) = parse_systems("py-kvcache", {"py-kvcache": {**options, "root": place}})
+        self._tell("starting vLLM")
+        options = config.serve.engine_options()
+        if "max_model_len" not in config.serve.engine:
+            del options["max_model_len"]  # the model's own, as in the engine that is calibrated for
+        engine = AskedEngine(config.serve, variant, place, Path(config.serve.out), options)
+        with contextlib.closing(engine):
+            asked = Asked(engine, place, config.block_tokens, engine.wait())
+            self._tell("warming up")
+            asked.warm_up()
+            yield asked
+
+    def _learn_engine(self, asked: Asked) -> None:
+        self._facts = {
+            "engine": asked.digest(),
+            "block_bytes": asked.block_bytes,
+            "ranks": int(self._config.serve.engine.get("tensor_parallel_size", 1)),
+            "longest": asked.longest,
+        }
+        earlier = self._earlier
+        if earlier is None:
+            return
+        if earlier.engine != self._facts["engine"]:
+            raise ConfigError(
+                f"{self._path} is of engine {earlier.engine}, this one is {self._facts['engine']}: another model, "
+                f"version or layout; {_ANOTHER}"
+            )
+        for known in earlier.sets:
+            if known.concurrency in self._samples:
+                self._samples[known.concurrency] += known.samples
+
+    def _set(self, asked: Asked, number: int) -> None:
+        """All visits with so many requests at once."""
+        block = self._config.block_tokens
+        wanted = self._config.longest or self._facts["longest"]
+        longest = min(wanted, self._facts["longest"] - 2, asked.kv_tokens // number - block)
+        if longest < wanted - block:
+            self._skipped.append(
+                f"{number} at once: prefixes above {longest} tokens do not fit into the engine"
+            )
+        grid = first_grid(block, longest)
+        if not grid:
+            self._skipped.append(f"{number} at once: not one block of {block} tokens fits")
+            return
+        while True:
+            seen, left = self._seen(number), self._end - time.monotonic()
+            prefix = next_prefix(seen, grid, block, left, self._predicted(number, grid))
+            if prefix is None:
+                break
+            self._visit(asked, number, prefix, seen[prefix].rounds if prefix in seen else 0)
+        missing = [prefix for prefix in grid if prefix not in self._seen(number)]
+        if missing:
+            self._skipped.append(f"{number} at once: no time was left for prefixes of {missing} tokens")
+        for prefix, suffix in suffix_points(self._seen(number), block, longest):
+            for round_ in range(_SUFFIX_ROUNDS):
+                if self._end - time.monotonic() < self._costs[number].get(prefix, 0.0):
+                    return
+                self._tell(f"{suffix} tokens behind {prefix}")
+                timed = asked.load(prefix, number, behind=suffix)
+                self._add(number, "suffix", prefix + suffix, prefix, timed, round_)
+        self.save()
+
+    def _visit(self, asked: Asked, number: int, prefix: int, round_: int) -> None:
+        self._tell(f"{prefix} tokens, round {round_ + 1}" + (f", {number} at once" if number > 1 else ""))
+        began = time.monotonic()
+        asked.store(prefix, number)
+        # Whoever comes second finds a warmer machine.
+        for kind in ("compute", "disk") if round_ % 2 == 0 else ("disk", "compute"):
+            timed = asked.compute(prefix, number) if kind == "compute" else asked.load(prefix, number)
+            self._add(number, kind, prefix + 1, prefix if kind == "disk" else 0, timed, round_)
+        self._costs[number][prefix] = time.monotonic() - began
+        self.save()
+
+    def _add(self, number: int, kind: str, tokens: int, prefix: int, timed: Timed, round_: int) -> None:
+        seconds = timed.ttft_s
+        if kind == "suffix":
+            # As if the prefix had lain in GPU memory: what its load took is told beside it.
+            seconds = max(seconds - (timed.copy_s or 0.0), 1e-9)
+        self._samples[number].append(
+            Sample.model_validate(
+                {
+                    "kind": kind, "tokens": tokens, "prefix": prefix, "seconds": seconds,
+                    "copy_s": timed.copy_s, "round": round_,
+                }
+            )
+        )  # fmt: skip
+
+    def _seen(self, number: int) -> dict[int, Seen]:
+        compute: dict[int, list[float]] = defaultdict(list)
+        load: dict[int, list[float]] = defaultdict(list)
+        for sample in self._samples[number]:
+            if sample.kind == "compute":
+                compute[sample.tokens - 1].append(sample.seconds)
+            elif sample.kind == "disk":
+                load[sample.prefix].append(sample.seconds)
+        return {
+            prefix: Seen(tuple(compute[prefix]), tuple(load[prefix]))
+            for prefix in compute.keys() & load.keys()
+        }
+
+    def _predicted(self, number: int, grid: tuple[int, ...]) -> dict[int, float]:
+        """Seconds of a visit: as measured, or from the longest one that was, by the square of the length."""
+        costs = dict(self._costs[number])
+        last = max(costs, default=0)
+        for prefix in grid:
+            if prefix not in costs:
+                costs[prefix] = (
+                    costs[last] * (prefix / last) ** 2 if prefix > last > 0 else costs.get(last, 0.0)
+                )
+        return costs
+
+    def _tell(self, text: str) -> None:
+        used = 1 - (self._end - time.monotonic()) / self._config.budget_s
+        self._on_progress(min(_STEPS - 1, max(0, int(used * _STEPS))), _STEPS, text)
