@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from py_kvcache.bench.asking import AskedEngine
-from py_kvcache.errors import KvCacheError
+from py_kvcache.bench.serve_config import ServeConfig
+from py_kvcache.bench.variants import parse_systems
+from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.layout import parse_namespace_dir
 
 _SETTLE_S: Final = 120.0
+_LEAST_BUDGET_S: Final = 10.0
 _NUDGE: Final[Mapping[str, Any]] = {"documents": [{"role": "nudge", "number": 0, "tokens": 8}]}
 _PREFIX: Final = "vllm:py_kvcache_"
 _OWN = 1  # tokens behind a cached prefix: vLLM always computes the last one
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Settings of one calibration.
+
+    Args:
+        serve: model, root, out, the engine's options and environment.
+        settings: ours, as in kv_connector_extra_config; root and gate are replaced.
+        budget_s: no visit is begun that would probably end later; starting engines counts.
+        concurrency: requests at once; one set of curves for each.
+        longest: tokens of a prefix; 0 for the engine's limit.
+        resume: go on with the samples that ``out`` has, if they are of the same engine.
+    """
+
+    serve: ServeConfig
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    budget_s: float = 600.0
+    concurrency: tuple[int, ...] = (1,)
+    longest: int = 0
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be run."""
+        if self.budget_s < _LEAST_BUDGET_S:
+            raise ConfigError(
+                f"the budget must be {_LEAST_BUDGET_S:g} s or more; starting vLLM alone takes it"
+            )
+        if not self.concurrency or min(self.concurrency) < 1 or max(self.concurrency) > 256:
+            raise ConfigError("concurrency must be numbers from 1 to 256")
+        if len(set(self.concurrency)) < len(self.concurrency):
+            raise ConfigError("concurrency must be different numbers")
+        if self.longest < 0:
+            raise ConfigError("longest must be 0 or more tokens")
+
+    @property
+    def block_tokens(self) -> int:
+        """Of one file."""
+        return int(self.settings.get("block_tokens", 256))
 
 
 @dataclass(frozen=True)
@@ -111,6 +155,28 @@ class Asked:
         """The counters now: they come with an answer, so something short is asked."""
         counters: dict[str, float] = self._engine.ask({**_NUDGE, "load": False, "store": False})["counters"]
         return {name.removeprefix(_PREFIX): value for name, value in counters.items()}
+
+
+@contextlib.contextmanager
+def asked_engine(
+    config: MeasureConfig, folder: str, settings: Mapping[str, Any], tell: Callable[[str], None]
+) -> Iterator[Asked]:
+    """The user's engine with our connector, warm; ``settings`` stand above the user's."""
+    place = os.path.join(folder, f"cache-{len(os.listdir(folder))}")
+    os.mkdir(place)
+    ours = {**config.settings, **settings, "gate": "off", "preload": "off", "root": place}
+    (variant,) = parse_systems("py-kvcache", {"py-kvcache": ours})
+    options = config.serve.engine_options()
+    if "max_model_len" not in config.serve.engine:
+        del options["max_model_len"]  # the model's own, as in the engine that is calibrated for
+    tell("starting vLLM")
+    with contextlib.closing(
+        AskedEngine(config.serve, variant, place, Path(config.serve.out), options)
+    ) as engine:
+        asked = Asked(engine, place, config.block_tokens, engine.wait())
+        tell("warming up")
+        asked.warm_up()
+        yield asked
 
 
 def _mean(answer: Mapping[str, Any]) -> float:

@@ -7,22 +7,16 @@ a run that is cut off keeps what it has, and the next one goes on from there.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
-from py_kvcache.bench.asking import AskedEngine
 from py_kvcache.bench.hostfacts import gpu_facts, versions
-from py_kvcache.bench.serve_config import ServeConfig
-from py_kvcache.bench.variants import parse_systems
 from py_kvcache.bench.workspace import Progress, machine, no_progress, workspace
-from py_kvcache.calibrate.asked import Asked, Timed
+from py_kvcache.calibrate.asked import Asked, MeasureConfig, Timed, asked_engine
 from py_kvcache.calibrate.visits import Seen, first_grid, next_prefix, suffix_points
 from py_kvcache.errors import ConfigError
 from py_kvcache.models import Calibration, Sample, SampleSet, read_calibration
@@ -31,47 +25,7 @@ FILE_NAME: Final = "calibration.json"
 SCHEMA: Final = "py-kvcache/calibration/1"
 _SUFFIX_ROUNDS, _MEMORY_ROUNDS = 3, 3
 _STEPS = 1000  # of the progress bar: thousandths of the budget
-_LEAST_BUDGET_S = 10.0
 _ANOTHER = "give another folder, or --no-resume to replace it"
-
-
-@dataclass(frozen=True)
-class MeasureConfig:
-    """Settings of one calibration.
-
-    Args:
-        serve: model, root, out, the engine's options and environment.
-        settings: ours, as in kv_connector_extra_config; root and gate are replaced.
-        budget_s: no visit is begun that would probably end later; starting engines counts.
-        concurrency: requests at once; one set of curves for each.
-        longest: tokens of a prefix; 0 for the engine's limit.
-        resume: go on with the samples that ``out`` has, if they are of the same engine.
-    """
-
-    serve: ServeConfig
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    budget_s: float = 600.0
-    concurrency: tuple[int, ...] = (1,)
-    longest: int = 0
-    resume: bool = True
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be run."""
-        if self.budget_s < _LEAST_BUDGET_S:
-            raise ConfigError(
-                f"the budget must be {_LEAST_BUDGET_S:g} s or more; starting vLLM alone takes it"
-            )
-        if not self.concurrency or min(self.concurrency) < 1 or max(self.concurrency) > 256:
-            raise ConfigError("concurrency must be numbers from 1 to 256")
-        if len(set(self.concurrency)) < len(self.concurrency):
-            raise ConfigError("concurrency must be different numbers")
-        if self.longest < 0:
-            raise ConfigError("longest must be 0 or more tokens")
-
-    @property
-    def block_tokens(self) -> int:
-        """Of one file."""
-        return int(self.settings.get("block_tokens", 256))
 
 
 def run(config: MeasureConfig, *, on_progress: Progress = no_progress) -> Calibration:
@@ -148,14 +102,14 @@ class _Measurement:
 
     def from_disk(self, folder: str) -> None:
         """Curves of computing and of loading from storage, and the checks of suffixes."""
-        with self._asked(folder, {"memory_bytes": 0}) as asked:
+        with asked_engine(self._config, folder, {"memory_bytes": 0}, self._tell) as asked:
             self._learn_engine(asked)
             for number in self._config.concurrency:
                 self._set(asked, number)
 
     def from_memory(self, folder: str) -> None:
         """Of loading from the memory tier, at the lengths that were measured from storage."""
-        with self._asked(folder, {}) as asked:
+        with asked_engine(self._config, folder, {}, self._tell) as asked:
             for number in self._config.concurrency:
                 prefixes = sorted({s.prefix for s in self._samples[number] if s.kind == "disk"})
                 for round_ in range(_MEMORY_ROUNDS):
@@ -170,24 +124,6 @@ class _Measurement:
                             self._add(number, "memory", prefix + 1, prefix, timed, round_)
                 self.save()
 
-    @contextlib.contextmanager
-    def _asked(self, folder: str, settings: Mapping[str, Any]) -> Any:
-        config = self._config
-        options = {**config.settings, **settings, "gate": "off", "preload": "off"}
-        place = os.path.join(folder, f"cache-{len(settings)}")
-        os.mkdir(place)
-        (variant,) = parse_systems("py-kvcache", {"py-kvcache": {**options, "root": place}})
-        self._tell("starting vLLM")
-        options = config.serve.engine_options()
-        if "max_model_len" not in config.serve.engine:
-            del options["max_model_len"]  # the model's own, as in the engine that is calibrated for
-        engine = AskedEngine(config.serve, variant, place, Path(config.serve.out), options)
-        with contextlib.closing(engine):
-            asked = Asked(engine, place, config.block_tokens, engine.wait())
-            self._tell("warming up")
-            asked.warm_up()
-            yield asked
-
     def _learn_engine(self, asked: Asked) -> None:
         self._facts = {
             "engine": asked.digest(),
@@ -200,8 +136,8 @@ class _Measurement:
             return
         if earlier.engine != self._facts["engine"]:
             raise ConfigError(
-                f"{self._path} is of engine {earlier.engine}, this one is {self._facts['engine']}: another model, "
-                f"version or layout; {_ANOTHER}"
+                f"{self._path} is of engine {earlier.engine}, this one is {self._facts['engine']} (another "
+                f"model, version or layout); {_ANOTHER}"
             )
         for known in earlier.sets:
             if known.concurrency in self._samples:
