@@ -37,7 +37,8 @@ _TOOLS = {
     "bench io": "bench.io", "bench metadata": "bench.metadata", "bench serve": "bench.serve",
     "bench timeline": "bench.timeline", "bench policy": "bench.policy", "explain": "tools.explain",
     "calibrate fit": "calibrate.outputs", "calibrate show": "calibrate.show",
-    "calibrate compare": "calibrate.compare",
+    "calibrate compare": "calibrate.compare", "calibrate measure": "calibrate.measure",
+    "calibrate verify": "calibrate.verify",
 }  # fmt: skip
 # typer names no base of its usage errors, and has them from click or from a copy of it
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

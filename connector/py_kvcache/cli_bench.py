@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from py_kvcache.cli_options import CONTEXT, Json, not_empty
-from py_kvcache.errors import ConfigError
+from py_kvcache.cli_options import CONTEXT, BenchRoot, Json, json_object, numbers
 from py_kvcache.tools.terminal import (
     GOOD,
     PROBLEM,
@@ -24,23 +23,6 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=CONTEXT,
 )
-BenchRoot = Annotated[
-    str,
-    typer.Option(
-        "--root", envvar="PY_KVCACHE_ROOT", metavar="DIR", callback=not_empty,
-        help="Folder on the volume; left as it was found.",
-    ),
-]  # fmt: skip
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{text[:40]!r} is no list of whole numbers such as 1,4,28") from None
-    if min(numbers) < 1:
-        raise ConfigError(f"{text[:40]!r}: numbers must be 1 or more")
-    return numbers
 
 
 @bench.command(
@@ -68,7 +50,7 @@ def bench_io(
     with failures(tool.SCHEMA, as_json):
         with steps() as on_progress:
             report = tool.run(
-                root, sizes=[n << 20 for n in _numbers(sizes)], depth=depth, rounds=rounds, seconds=seconds,
+                root, sizes=[n << 20 for n in numbers(sizes)], depth=depth, rounds=rounds, seconds=seconds,
                 ring=ring, on_progress=on_progress,
             )  # fmt: skip
         answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))
@@ -99,21 +81,11 @@ def bench_metadata(
     with failures(tool.SCHEMA, as_json):
         with steps() as on_progress:
             report = tool.run(
-                root, files=_numbers(files), processes=_numbers(processes), rounds=rounds, seconds=seconds,
+                root, files=numbers(files), processes=numbers(processes), rounds=rounds, seconds=seconds,
                 on_progress=on_progress,
             )  # fmt: skip
         answer(lambda: json.dumps(report, indent=2), as_json, lambda out: show_measurements(report, out))
     raise typer.Exit(GOOD if report["good"] else PROBLEM)
-
-
-def _object(text: str, option: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option}: {text[:40]!r} is no JSON object")
-    return value
 
 
 @bench.command(
@@ -163,10 +135,10 @@ def bench_serve(
     with failures(tool.SCHEMA, as_json):
         settings = from_mapping(
             {
-                "root": root, "model": model, "out": out, "systems": systems, "tokens": _numbers(tokens),
+                "root": root, "model": model, "out": out, "systems": systems, "tokens": numbers(tokens),
                 "documents": documents, "rounds": rounds, "max_tokens": max_tokens, "resume": resume,
                 "workload": workload,
-                "engine": _object(engine, "--engine"),
+                "engine": json_object(engine, "--engine"),
             }
         )  # fmt: skip
         with steps() as on_progress:
@@ -243,7 +215,7 @@ def bench_pairs(
         settings = from_mapping(
             {
                 "root": root, "model": model, "out": out, "systems": systems, "tokens": [tokens],
-                "documents": documents, "engine": _object(engine, "--engine"),
+                "documents": documents, "engine": json_object(engine, "--engine"),
             }
         )  # fmt: skip
         with steps() as on_progress:

@@ -1,1 +1,1 @@
-"""From measured times to first token to break-even thresholds. Pure, but for outputs.py."""
+"""Break-even of one node: asked, measure and verify have an engine, outputs writes, the rest is pure."""

@@ -19,10 +19,10 @@ from py_kvcache.bench.workspace import Progress, machine, no_progress, workspace
 from py_kvcache.calibrate.asked import Asked, MeasureConfig, Timed, asked_engine
 from py_kvcache.calibrate.visits import Seen, first_grid, next_prefix, suffix_points
 from py_kvcache.errors import ConfigError
-from py_kvcache.models import Calibration, Sample, SampleSet, read_calibration
+from py_kvcache.models import CALIBRATION_SCHEMA, Calibration, Sample, SampleSet, read_calibration
 
 FILE_NAME: Final = "calibration.json"
-SCHEMA: Final = "py-kvcache/calibration/1"
+SCHEMA: Final = "py-kvcache.calibrate.measure/1"
 _SUFFIX_ROUNDS, _MEMORY_ROUNDS = 3, 3
 _STEPS = 1000  # of the progress bar: thousandths of the budget
 _ANOTHER = "give another folder, or --no-resume to replace it"
@@ -79,7 +79,7 @@ class _Measurement:
         root = self._config.serve.root
         return Calibration.model_validate(
             {
-                "schema": SCHEMA,
+                "schema": CALIBRATION_SCHEMA,
                 **self._facts,
                 "block_tokens": self._config.block_tokens,
                 "machine": {**machine(root), **gpu_facts(), "versions": versions()},

@@ -122,3 +122,16 @@ def _cell(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.4g}" if isinstance(value, float) else json.dumps(value, default=str)
+
+
+def show_checks(report: Mapping[str, Any], console: Console) -> None:
+    """What was measured next to thresholds."""
+    rows = []
+    for check in report["checks"]:
+        where, says = (
+            f"{check['prefix']:,} from {check['source']}",
+            "load" if check["expected"] else "compute",
+        )
+        times = f"{check['compute_s']:.4g}", f"{check['load_s']:.4g}"
+        rows.append((where, *times, says, check["verdict"]))
+    _table(("prefix", "computed, s", "loaded, s", "threshold says", "verdict"), rows, console)
