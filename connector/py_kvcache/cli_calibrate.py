@@ -95,6 +95,7 @@ def calibrate_verify(
     engine: EngineOptions = "{}",
     settings: Settings = "{}",
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Times each is computed and loaded.")] = 7,
+    prompts: Annotated[int, typer.Option(min=0, help="Also try so many prefixes of random lengths.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run just above and just below each threshold. The exit code is 1 if a measurement contradicts one."""
@@ -106,7 +107,9 @@ def calibrate_verify(
     with failures(tool.SCHEMA, as_json):
         config = MeasureConfig(_serve_config(model, root, out, engine), json_object(settings, "--settings"))
         with steps() as on_progress:
-            report = tool.run(config, read_thresholds(path), rounds=rounds, on_progress=on_progress)
+            report = tool.run(
+                config, read_thresholds(path), rounds=rounds, prompts=prompts, on_progress=on_progress
+            )
         answer(lambda: json.dumps(report, indent=2), as_json, lambda out: view.show_checks(report, out))
     raise typer.Exit(GOOD if report["good"] else PROBLEM)
 

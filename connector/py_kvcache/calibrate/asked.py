@@ -83,7 +83,6 @@ class Asked:
         self.kv_tokens, self.longest = ready["kv_tokens"], ready["longest"]
         self._stored: set[tuple[int, int]] = set()  # prefix, how many documents
         self._fresh = 0
-        self._counters: dict[str, float] = {}
 
     def warm_up(self) -> None:
         """The first request of each kind takes several times as long as others."""
@@ -98,9 +97,7 @@ class Asked:
         self._fresh += count
         answer = self._ask(documents, load=False, store=False)
         if any(request["cached_tokens"] for request in answer["requests"]):
-            raise KvCacheError(
-                "a prompt that nobody had asked for was found in a cache: turn prefix caching off"
-            )
+            raise KvCacheError("a prompt that is new was found in a cache: turn prefix caching off")
         return Timed(_mean(answer), None, False)
 
     def store(self, prefix: int, count: int) -> None:

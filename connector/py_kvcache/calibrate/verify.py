@@ -9,11 +9,13 @@ from typing import Any, Final
 
 from py_kvcache.bench.workspace import Progress, no_progress, workspace
 from py_kvcache.calibrate.asked import Asked, MeasureConfig, asked_engine
+from py_kvcache.calibrate.regret import Prompt, draw, regret
 from py_kvcache.errors import ConfigError
 from py_kvcache.models import Source, Thresholds
 
 SCHEMA: Final = "py-kvcache.calibrate.verify/1"
 ROUNDS: Final = 7
+_PROMPT_ROUNDS = 2
 _CLOSE = 0.05  # of the time to compute: differences below it may be either
 
 
@@ -44,7 +46,7 @@ class Check:
 def prefixes(threshold: int, block: int, longest: int) -> tuple[tuple[int, bool], ...]:
     """Whole blocks next to a threshold on both sides, and whether loading them should pay."""
     above = -(-max(threshold, 1) // block) * block
-    below = above - block
+    below = min(above - block, longest // block * block)
     wanted = [(below, False)] if block <= below < threshold else []
     if above <= longest:
         wanted.append((above, True))
@@ -56,9 +58,13 @@ def run(
     thresholds: Thresholds,
     *,
     rounds: int = ROUNDS,
+    prompts: int = 0,
     on_progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Measure; the report, ready for JSON.
+
+    Args:
+        prompts: so many prefixes of random lengths are tried besides, for each source.
 
     Raises:
         ConfigError: the file is of another engine, or has no thresholds. KvCacheError, RootError, OSError.
@@ -66,7 +72,8 @@ def run(
     if not thresholds.exact:
         raise ConfigError("the file has no exact threshold to verify: none was found when it was made")
     checks: list[Check] = []
-    done, total = 0, 2 * rounds * len(thresholds.exact)
+    regrets: dict[str, Any] = {}
+    done, total = 0, (2 * rounds + prompts) * len(thresholds.exact)
 
     def tell(text: str) -> None:
         on_progress(min(done, total - 1), total, text)
@@ -86,12 +93,21 @@ def run(
                     tell(f"{prefix} tokens from {source}")
                     checks.append(_check(asked, source, prefix, expected, rounds))
                     done += rounds
+                if prompts:
+                    tried: list[Prompt] = []
+                    for prefix in draw(threshold, config.block_tokens, longest, prompts):
+                        tell(f"{prefix} tokens from {source}, of {prompts} prompts")
+                        check = _check(asked, source, prefix, prefix >= threshold, _PROMPT_ROUNDS)
+                        tried.append(Prompt(prefix, check.compute_s, check.load_s))
+                        done += 1
+                    regrets[source] = regret(tried, threshold)
     verdicts = [check.verdict for check in checks]
     return {
         "schema": SCHEMA,
         "seconds": round(time.monotonic() - begin, 1),
         "rounds": rounds,
         "checks": [vars(check) | {"verdict": check.verdict} for check in checks],
+        "regret": regrets,
         "good": "contradicts" not in verdicts and bool(verdicts),
     }
 

@@ -135,3 +135,10 @@ def show_checks(report: Mapping[str, Any], console: Console) -> None:
         times = f"{check['compute_s']:.4g}", f"{check['load_s']:.4g}"
         rows.append((where, *times, says, check["verdict"]))
     _table(("prefix", "computed, s", "loaded, s", "threshold says", "verdict"), rows, console)
+    for source, found in report["regret"].items():
+        names = ("threshold", "always_load", "never_load")
+        told = ", ".join(f"{name.replace('_', ' ')} {found[f'{name}_regret']:.1%}" for name in names)
+        _lines(
+            [f"{source}, {len(found['prompts'])} prompts, lost against always choosing right: {told}"],
+            console,
+        )
