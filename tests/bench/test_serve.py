@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from py_kvcache.bench import plots, serve, serve_report
+from py_kvcache.bench import plots, serve, serve_report, systems
 from py_kvcache.bench.children import PARENT, child_environment, group_members, run_child
 from py_kvcache.bench.serve_config import ServeConfig, from_mapping
 from py_kvcache.bench.systems import SYSTEMS, Host, Place
@@ -393,6 +394,27 @@ def _parent(pid):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+def test_on_and_off_of_a_variant_reach_our_settings_as_they_want_them():
+    config = pytest.importorskip("py_kvcache.config")
+    for text in (
+        "gate=off",
+        "gate=adaptive",
+        "preload=on",
+        "preload=off",
+        "direct_io=off",
+        "checksum=off",
+        "fsync=on",
+    ):
+        (variant,) = parse_systems(f"py-kvcache:{text}")
+        engine = variant.system.engine(Place("/cache", "id", variant.options))
+        parsed = config.parse_config(engine["kv_transfer_config"]["kv_connector_extra_config"], {})
+        name, _, value = text.partition("=")
+        wanted = value == "on" if name in ("checksum", "fsync") else value
+        assert getattr(parsed, name) == wanted
+    names = {n for n, f in config.Config.model_fields.items() if {"on", "off"} & set(get_args(f.annotation))}
+    assert names == set(systems._WORDS_OF_OURS)
 
 
 def test_every_system_gets_the_same_cores_unless_told_otherwise(monkeypatch):

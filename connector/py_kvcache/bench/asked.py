@@ -68,7 +68,8 @@ class _Asked:
             await self._ask([1 + self._asked % (self._shape.vocabulary - 1)] * _NUDGE_TOKENS, {})
 
         def sample() -> tuple[float, ...]:
-            return float(folder_bytes(self._task["folder"])), *counters_of(self._task["counters"]).values()
+            counted = sum(counters_of(self._task["counters"]).values())
+            return float(folder_bytes(self._task["folder"])), counted
 
         return await at_rest(sample, nudge, asyncio.sleep, at_most_s)
 

@@ -158,9 +158,16 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+_WORDS_OF_OURS = ("direct_io", "gate", "preload")
+
+
 def _py_kvcache(place: Place) -> dict[str, Any]:
     # The data path is what is measured; whether to use it is another question, and gate=adaptive asks it.
     extra = {"root": place.folder, "gate": "off", **place.options}
+    # A variant's on and off have become truth values, which most of our settings have in words.
+    for name, value in extra.items():
+        if isinstance(value, bool) and name in _WORDS_OF_OURS:
+            extra[name] = "on" if value else "off"
     return _connector(place, "PyKvCacheConnector", extra, kv_connector_module_path="py_kvcache.connector")
 
 

@@ -159,6 +159,7 @@ def asked_engine(
     config: MeasureConfig, folder: str, settings: Mapping[str, Any], tell: Callable[[str], None]
 ) -> Iterator[Asked]:
     """The user's engine with our connector, warm; ``settings`` stand above the user's."""
+    Path(config.serve.out).mkdir(parents=True, exist_ok=True)
     place = os.path.join(folder, f"cache-{len(os.listdir(folder))}")
     os.mkdir(place)
     ours = {**config.settings, **settings, "gate": "off", "preload": "off", "root": place}
