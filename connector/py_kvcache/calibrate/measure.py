@@ -24,6 +24,7 @@ from py_kvcache.models import CALIBRATION_SCHEMA, Calibration, Sample, SampleSet
 FILE_NAME: Final = "calibration.json"
 SCHEMA: Final = "py-kvcache.calibrate.measure/1"
 _SUFFIX_ROUNDS, _MEMORY_ROUNDS = 3, 3
+_MEMORY_SHARE = 0.3
 _STEPS = 1000  # of the progress bar: thousandths of the budget
 _ANOTHER = "give another folder, or --no-resume to replace it"
 
@@ -48,7 +49,10 @@ def run(config: MeasureConfig, *, on_progress: Progress = no_progress) -> Calibr
 class _Measurement:
     def __init__(self, config: MeasureConfig, path: Path, on_progress: Progress) -> None:
         self._config, self._path, self._on_progress = config, path, on_progress
-        self._end = time.monotonic() + config.budget_s
+        self._last = time.monotonic() + config.budget_s
+        # Until when storage is measured: memory must get its turn.
+        share = _MEMORY_SHARE if config.settings.get("memory_bytes") else 0.0
+        self._end = self._last - share * config.budget_s
         self._samples: dict[int, list[Sample]] = {number: [] for number in config.concurrency}
         self._skipped: list[str] = []
         self._facts: dict[str, Any] = {}
@@ -109,6 +113,7 @@ class _Measurement:
 
     def from_memory(self, folder: str) -> None:
         """Of loading from the memory tier, at the lengths that were measured from storage."""
+        self._end = self._last
         with asked_engine(self._config, folder, {}, self._tell) as asked:
             for number in self._config.concurrency:
                 prefixes = sorted({s.prefix for s in self._samples[number] if s.kind == "disk"})
@@ -224,5 +229,5 @@ class _Measurement:
         return costs
 
     def _tell(self, text: str) -> None:
-        used = 1 - (self._end - time.monotonic()) / self._config.budget_s
+        used = 1 - (self._last - time.monotonic()) / self._config.budget_s
         self._on_progress(min(_STEPS - 1, max(0, int(used * _STEPS))), _STEPS, text)
