@@ -229,9 +229,11 @@ class Driver:
             engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
         found: dict[str, list[int]] = {}
         jobs, resets = self.connector_scheduler._jobs, 0
+        requests = engine.engine_core.engine_core.scheduler.requests
         for step in range(10_000):
-            # vLLM refuses while a request waits for its load.
-            if step >= 6 and not resets and all(job.is_store for job in jobs.values()):
+            # vLLM refuses while a request waits for its load, or has it and was not scheduled since.
+            loading = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in requests.values())
+            if step >= 6 and not resets and not loading and all(job.is_store for job in jobs.values()):
                 engine.reset_prefix_cache(reset_running_requests=True)
                 resets += 1
             found.update((o.request_id, list(o.outputs[0].token_ids)) for o in engine.step())
