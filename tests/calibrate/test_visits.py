@@ -11,13 +11,22 @@ from py_kvcache.calibrate.visits import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     Seen,
-    crossing,
     first_grid,
     next_prefix,
     suffix_points,
 )
 
 BLOCK = 256
+
+
+def crossing(seen: dict[int, Seen]) -> int | None:
+    """The shortest measured length from which loading is faster at all longer ones; None if it never is."""
+    least = None
+    for prefix in sorted(seen, reverse=True):
+        if seen[prefix].rounds and seen[prefix].gain <= 0:
+            break
+        least = prefix
+    return least
 
 
 class World:

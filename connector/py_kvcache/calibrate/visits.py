@@ -16,7 +16,6 @@ GRID = 6  # lengths of the first grid
 LEAST_ROUNDS, MOST_ROUNDS = 3, 12
 _NARROW = 0.1  # of a length: the bracket of a crossing need not be narrower
 _CLEAR = 2.0  # spreads that two medians are apart to be told from each other
-_SUFFIX_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -100,16 +99,6 @@ def _cost(costs: Mapping[int, float], prefix: int) -> float:
     """Of a length between others: as the next longer one, if there is one."""
     longer = (costs[known] for known in sorted(costs) if known >= prefix)
     return next(longer, max(costs.values(), default=0.0))
-
-
-def crossing(seen: Mapping[int, Seen]) -> int | None:
-    """The shortest measured length from which loading is faster at all longer ones; None if it never is."""
-    least = None
-    for prefix in sorted(seen, reverse=True):
-        if seen[prefix].rounds and seen[prefix].gain <= 0:
-            break
-        least = prefix
-    return least
 
 
 def suffix_points(seen: Mapping[int, Seen], block: int, longest: int) -> tuple[tuple[int, int], ...]:

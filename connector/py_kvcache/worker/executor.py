@@ -41,9 +41,9 @@ FLUSH_PATIENCE_S = 0.02
 HOLD_PATIENCE_S = 0.2
 # A step without computation waits so long at most for a transfer to end. vLLM would make thousands of such
 # steps, and the reactor would wait for the interpreter as often. A new request waits as long at worst.
+IDLE_WAIT_S = 0.005
 # What the memory tier took in and gave up is told in so many steps as it takes: 2 us a block.
 MOST_MOVES = 1_000
-IDLE_WAIT_S = 0.005
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3
 _MOST_TIDIED = 4096
