@@ -120,28 +120,32 @@ class Calibration(BaseModel):
         return value
 
 
-class UnderLoad(BaseModel):
-    """The same as in Thresholds, for another number of requests at a time."""
+class _OfOneLoad(BaseModel):
+    """What is checked of tables and curve, for any number of requests at a time."""
 
     model_config = _FROZEN
+
+    @field_validator("thresholds", check_fields=False)
+    @classmethod
+    def _ascending(cls, value: Tables) -> Tables:
+        return _check_tables(value)
+
+    @field_validator("prefill", check_fields=False)
+    @classmethod
+    def _is_curve(cls, value: Knots) -> Knots:
+        return _check_curve(value)
+
+
+class UnderLoad(_OfOneLoad):
+    """The same as in Thresholds, for another number of requests at a time."""
 
     concurrency: int = Field(ge=1)
     exact: dict[Source, Tokens] = Field(default_factory=dict)
     thresholds: Tables = Field(default_factory=dict)
     prefill: Knots = ()
 
-    @field_validator("thresholds")
-    @classmethod
-    def _ascending(cls, value: Tables) -> Tables:
-        return _check_tables(value)
 
-    @field_validator("prefill")
-    @classmethod
-    def _is_curve(cls, value: Knots) -> Knots:
-        return _check_curve(value)
-
-
-class Thresholds(BaseModel):
+class Thresholds(_OfOneLoad):
     """What thresholds.json holds. A source that it does not name is unknown.
 
     Attributes:
@@ -157,8 +161,6 @@ class Thresholds(BaseModel):
         made: when, where and by which version, for people.
     """
 
-    model_config = _FROZEN
-
     schema_: Literal["py-kvcache/thresholds/1"] = Field(alias="schema")
     engine: Digest
     concurrency: int = Field(default=1, ge=1)
@@ -168,16 +170,6 @@ class Thresholds(BaseModel):
     load: dict[Source, Knots] = Field(default_factory=dict)
     under_load: tuple[UnderLoad, ...] = ()
     made: dict[str, str] = Field(default_factory=dict)
-
-    @field_validator("thresholds")
-    @classmethod
-    def _ascending(cls, value: Tables) -> Tables:
-        return _check_tables(value)
-
-    @field_validator("prefill")
-    @classmethod
-    def _is_curve(cls, value: Knots) -> Knots:
-        return _check_curve(value)
 
     @field_validator("load")
     @classmethod
