@@ -16,7 +16,10 @@ README = (REPOSITORY / "README.md").read_text()
 OPERATIONS = (REPOSITORY / "docs" / "operations.md").read_text()
 # How a default is written in the table where repr() is not how a person writes it.
 WRITTEN = {True: "on", False: "off"}
-COMPUTED = {"staging_bytes": "`io_depth` + `copy_headroom` slots", "preload_bytes": "half of `memory_bytes`"}
+COMPUTED = {
+    "staging_bytes": "`io_depth` + `copy_headroom` slots",
+    "preload_bytes": "a third of `memory_bytes`",
+}
 
 
 def written(key: str) -> str:

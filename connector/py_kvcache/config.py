@@ -91,7 +91,7 @@ class Config(BaseModel):
     )
     preload_requests: int = Field(8, ge=1, le=64, description="how many waiting requests are looked up ahead")
     preload_bytes: int | None = Field(
-        None, ge=0, description="how much of memory_bytes preloads may take; default: half of it"
+        None, ge=0, description="how much of memory_bytes preloads may take; default: a third of it"
     )
     direct_io: Literal["auto", "on", "off"] = Field(
         "auto", description="O_DIRECT: auto tries it on the real folder"
@@ -163,10 +163,8 @@ class Config(BaseModel):
         """How many block files preloads may hold in memory, per worker."""
         if self.preload == "off" or self.memory_tier == "none":
             return 0
-        half = self.memory_bytes // 2
-        return (
-            half if self.preload_bytes is None else min(self.preload_bytes, self.memory_bytes)
-        ) // file_bytes
+        share = self.memory_bytes // 3 if self.preload_bytes is None else self.preload_bytes
+        return min(share, self.memory_bytes) // file_bytes
 
     @property
     def root_path(self) -> str:

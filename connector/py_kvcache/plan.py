@@ -83,10 +83,14 @@ class StepNote:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Blocks that a waiting request will probably load, in chain order."""
+    """Blocks that a waiting request will probably load, in chain order.
+
+    ``held``: it loads by now. What was read ahead of it stays until it is claimed; nothing more is read.
+    """
 
     space: str
     keys: tuple[bytes, ...]
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

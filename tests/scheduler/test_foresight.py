@@ -72,10 +72,38 @@ def test_who_is_admitted_stays_on_the_list_until_his_load_has_ended():
     first = engine.manager.wants()
     engine.ask(request)
     engine.manager.allocated(request.request, 3 * TOKENS)
+    assert first is not None
     engine.now += 1
-    assert engine.manager.wants() is None, "the same list: he loads now"
+    held = Want(first[0].space, first[0].keys, held=True)
+    assert engine.manager.wants() == (held, first[1]), "nothing more is read for him"
+    assert engine.manager.wants() is None
     engine.manager.complete_load(request.keys, request.context)
-    assert first is not None and engine.manager.wants() == first[1:]
+    assert engine.manager.wants() == first[1:]
+
+
+def test_who_loads_takes_nothing_of_what_may_be_read_for_those_who_wait():
+    engine = make(preload_bytes=5 * (BLOCK_BYTES + 8192))
+    requests = [engine.admit(name, keys(4, chain=n)) for n, name in enumerate("abc")]
+    engine.manager.wants()
+    for _ in requests:
+        answer(engine, 4)
+    assert lengths(engine.manager.wants()) == [4, 1]
+    for request in requests[:2]:
+        engine.ask(request)
+        engine.manager.allocated(request.request, 4 * TOKENS)
+    wants = engine.manager.wants()
+    assert wants is not None and [(len(w.keys), w.held) for w in wants] == [(4, True), (1, True), (4, False)]
+
+
+def test_who_never_waited_holds_nothing():
+    engine = make()
+    request = engine.admit("a", keys(3))
+    engine.ask(request)
+    answer(engine, 3)
+    engine.ask(request)
+    engine.manager.allocated(request.request, 3 * TOKENS)
+    engine.now += 1
+    assert engine.manager.wants() is None
 
 
 def test_who_is_gone_or_is_computed_is_wanted_no_more():

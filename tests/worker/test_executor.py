@@ -387,16 +387,19 @@ def test_what_waiting_requests_will_want_goes_to_the_reactor_as_paths_of_this_ra
     keys = tuple(bytes([n]) * 32 + bytes(4) for n in range(3))
     first, second = Want(SPACE, keys), Want(SPACE, keys[:1])
     rig.executor.step_began(StepNote(False, {}, 1, wants=(first,)))
-    (works,) = rig.reactor.wanted.pop()
+    ((works, held),) = rig.reactor.wanted.pop()
+    assert not held
     folder = part_dir("/cache", SPACE, 0)
     assert [work.path for work in works] == [block_path(folder, key) for key in keys]
     assert [work.index for work in works] == [0, 1, 2]
     assert all(len(work.pages.block_ids) == PER_CHUNK for work in works), "whole blocks, wherever they go"
     rig.executor.step_began(StepNote(False, {}, 2))
     assert rig.reactor.wanted == [], "nothing has changed"
-    rig.executor.step_began(StepNote(False, {}, 3, wants=(second, first)))
-    fresh, same = rig.reactor.wanted.pop()
-    assert same is works and len(fresh) == 1
+    loading = Want(SPACE, keys, held=True)
+    rig.executor.step_began(StepNote(False, {}, 3, wants=(loading, second)))
+    same, fresh = rig.reactor.wanted.pop()
+    assert same.works is works and same.held
+    assert len(fresh.works) == 1 and not fresh.held
     rig.executor.step_began(StepNote(False, {}, 4, wants=()))
     assert rig.reactor.wanted == [()]
 

@@ -11,6 +11,7 @@ from worker_doubles import HOLD, file_of, key_of
 from worker_world import LOSE
 
 from py_kvcache.worker.jobs import BlockWork
+from py_kvcache.worker.preload import Wanted
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def shelved(rig):
     return make
 
 
-def want(r, *groups: tuple[int, int]) -> None:
-    """Each group: number of a load that will come, and its blocks. Their files exist."""
+def want(r, *groups: tuple[int, int], held: tuple[int, ...] = ()) -> None:
+    """Each group: number of a load that will come (or has: ``held``), and its blocks. Their files exist."""
     wants = []
     for number, count in groups:
         works = []
@@ -36,7 +37,7 @@ def want(r, *groups: tuple[int, int]) -> None:
             path = r.path(number, n)
             r.world.files.setdefault(path, file_of((number, n), n))
             works.append(BlockWork(path, key_of((number, n)), n, (number, n)))
-        wants.append(tuple(works))
+        wants.append(Wanted(tuple(works), number in held))
     r.reactor.want(tuple(wants))
 
 
@@ -115,7 +116,7 @@ def test_blocks_that_requests_share_are_read_once(shelved):
     r = shelved()
     want(r, (1, 3))
     works = tuple(BlockWork(r.path(1, n), key_of((1, n)), n, (1, n)) for n in range(3))
-    r.reactor.want((works, works[:2]))
+    r.reactor.want((Wanted(works), Wanted(works[:2])))
     r.run()
     assert len(reads(r)) == 3 and told(r) == {1: 3}
     r.assert_idle()
@@ -231,6 +232,25 @@ def test_a_load_takes_a_read_over_that_is_under_way(shelved):
     r.run()
     assert len(reads(r)) == 3 and all(r.loaded(1, n) for n in range(3))
     assert fates(r) == {"claimed": 3}
+    r.assert_idle()
+
+
+def test_what_a_load_has_had_is_not_read_again_for_it_and_what_it_has_not_had_yet_stays(shelved):
+    r = shelved(keep=3, shelf=3, slots=6, io_depth=2)
+    want(r, (1, 3))
+    r.run()
+    r.world.rule("copy_in", HOLD)
+    r.load(1, 2)
+    want(r, (1, 3), (2, 1), held=(1,))
+    r.run(10)
+    assert told(r) == {1: 1, 2: 1}, "its last block, and one of those who wait"
+    r.world.release()
+    r.run()
+    r.load(3, 3)  # nothing of the first load's is worth keeping
+    r.run()
+    want(r, (1, 3), held=(1,))
+    r.run()
+    assert Counter(reads(r))[r.path(1, 0)] == 1 and fates(r).get("wasted", 0) == 1, "the one of 2"
     r.assert_idle()
 
 

@@ -270,3 +270,33 @@ def test_with_the_queue_in_sight_a_round_robin_reads_what_nobody_can_avoid() -> 
             if turn >= 24:
                 uses, read = uses + 1, read + (not hit)
     assert read / uses <= 0.6
+
+
+def squeezed(policy: Retention, room: int) -> None:
+    """Others take room in between: blocks that the policy never hears of."""
+    while len(policy) > policy.capacity - room:
+        assert policy.evict() is not None
+
+
+def test_lirs_keeps_the_same_blocks_of_a_loop_whoever_takes_a_part_of_the_memory_in_each_turn():
+    policy = Lirs(64)
+    loop = range(256)
+    reads = 0
+    for turn in range(10):
+        for number in loop:
+            if number % 16 == 0:
+                squeezed(policy, 24)
+            reads += not use(policy, key(number)) and turn >= 5
+    # 40 are left, of which one round's newcomers are given up each time.
+    assert 1 - reads / (5 * len(loop)) == pytest.approx(39 / 256, abs=0.01)
+
+
+def test_lirs_takes_back_what_nobody_asks_for_any_more():
+    policy = Lirs(64)
+    squeezed_for = 5 * 256
+    for n in range(20 * 256):
+        if n < squeezed_for and n % 16 == 0:
+            squeezed(policy, 48)
+        use(policy, key(n % 256))
+    hits = sum(policy.hit(key(n)) for n in range(256))
+    assert hits >= 60

@@ -6,7 +6,7 @@ answers vLLM's own question at once, and the workers are told what the gate woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from py_kvcache import vllm_api
 from py_kvcache.layout import file_bytes
@@ -40,6 +40,7 @@ class Foresight:
         self._lookups, self._gate = lookups, gate
         self._lookahead = 1 if known.config.preload == "alone" else known.config.preload_requests
         self._last: tuple[Want, ...] = ()
+        self._told: dict[str, int] = {}  # by request, how many blocks were told of it while it waited
         self._seen: object = None
         self._looked_at = 0.0
         self._residency = Residency()
@@ -49,17 +50,19 @@ class Foresight:
         most = self._most_blocks()
         if not most:
             return None
-        names = list(self._candidates())
-        seen = names, self._lookups.answered
+        loading = [name for name in self._gate.pace.loading() if name in self._requests]
+        names = list(self._candidates(loading))
+        seen = loading, names, self._lookups.answered
         if seen == self._seen and now - self._looked_at < _AGAIN_S:
             return None
         self._seen, self._looked_at = seen, now
-        found = []
+        found = self._hold(loading)
         for name in names:
             want = self._want(name, self._requests[name], now, most)
             if want is None:
                 continue
             found.append(Want(want.space, want.keys[:most]))
+            self._told[name] = len(found[-1].keys)
             most -= len(want.keys)
             if most <= 0:
                 break
@@ -87,10 +90,18 @@ class Foresight:
         payload = self._gate.pace.block_bytes
         return self._known.config.preload_blocks(file_bytes(payload)) if payload else 0
 
-    def _candidates(self) -> Iterator[str]:
-        """Who loads just now claims what was read for him; then who waits, in order."""
-        loading = dict.fromkeys(self._gate.pace.loading())
-        yield from (name for name in loading if name in self._requests)
+    def _hold(self, loading: Sequence[str]) -> list[Want]:
+        """Who loads claims what was read for him, and has no part in what may be read for those who wait."""
+        self._told = {name: count for name, count in self._told.items() if name in self._requests}
+        found = []
+        for name in loading:
+            want = self._requests[name].want
+            if want is not None and name in self._told:
+                found.append(Want(want.space, want.keys[: self._told[name]], held=True))
+        return found
+
+    def _candidates(self, loading: Container[str]) -> Iterator[str]:
+        """Who waits, in order."""
         for place, name in enumerate(self._waiting):
             if place >= self._lookahead:
                 return
@@ -102,8 +113,6 @@ class Foresight:
         facts = state.facts
         if facts is None or not state.load or state.adapter is not None:
             return None
-        if state.want is not None and self._gate.pace.is_planned(name):
-            return state.want
         if state.space is None:
             state.space = self._known.names.space_of(None)
         if state.space is None:

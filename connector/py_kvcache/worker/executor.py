@@ -29,6 +29,7 @@ from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind
 from py_kvcache.worker.leftovers import remove_own_dead_temps
 from py_kvcache.worker.loop import Flush
 from py_kvcache.worker.pages import Chunk, PageMap, split_chunks
+from py_kvcache.worker.preload import Wanted
 from py_kvcache.worker.report import Reporter
 
 log = logging.getLogger("vllm.py_kvcache.worker")
@@ -90,7 +91,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._idle = False
         self._step = 0
         self._holds = Holds(self._ask_about)
-        self._wanted: dict[Want, tuple[BlockWork, ...]] = {}
+        self._wanted: dict[tuple[str, tuple[bytes, ...]], tuple[BlockWork, ...]] = {}
         # Which pages a preload will go to nobody knows; that it will be whole ones decides who checks it.
         self._whole = Chunk(np.zeros(blocks_per_chunk, np.int64), 0)
         self._before_step: Any = None  # a device event, or the exception instead of one
@@ -198,16 +199,19 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     def _want(self, wants: tuple[Want, ...]) -> None:
         """Hand the list to the reactor; what was in the last one is not put together again."""
         known, self._wanted = self._wanted, {}
+        told = []
         for want in wants:
-            works = known.get(want)
+            blocks = want.space, want.keys
+            works = known.get(blocks)
             if works is None:
                 folder = part_dir(self._config.root_path, want.space, self._part)
                 works = tuple(
                     BlockWork(block_path(folder, key), key, index, self._whole)
                     for index, key in enumerate(want.keys)
                 )
-            self._wanted[want] = works
-        self._parts.reactor.want(tuple(self._wanted.values()))
+            self._wanted[blocks] = works
+            told.append(Wanted(works, want.held))
+        self._parts.reactor.want(tuple(told))
 
     def _ask_about(self, jobs: frozenset[int], pressed: bool) -> Flush:
         patience = HOLD_PATIENCE_S if pressed else self._config.store_deadline_s

@@ -24,7 +24,9 @@ class Lirs:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._most_steady = capacity - max(1, capacity // _PASSING_SHARE)
+        self._least_passing = max(1, capacity // _PASSING_SHARE)
+        self._most_steady = capacity - self._least_passing
+        self._calm = 0  # blocks given up for others like them, since room was asked for without one
         # By last use, oldest first: steady blocks, and all others used since the oldest steady one. True:
         # steady. What is in neither list of residents is remembered only.
         self._recent: OrderedDict[Key, bool] = OrderedDict()
@@ -78,11 +80,13 @@ class Lirs:
             if key != coming and key in pinned:
                 continue
             if key not in waiting:
-                return coming if key == coming else self._give_up(key)
+                latest = key
+                break
             if latest is None or waiting[key] > waiting[latest]:
                 latest = key
         if latest is None:
             return None
+        self._divide(coming, latest)
         return coming if latest == coming else self._give_up(latest)
 
     def drop(self, key: Key) -> None:
@@ -95,6 +99,22 @@ class Lirs:
     def expect(self, waiting: Mapping[Key, int]) -> None:
         """See Retention.expect. The mapping is looked at until the next call."""
         self._waiting = waiting
+
+    def _divide(self, coming: Key | None, victim: Key) -> None:
+        """How many may be steady.
+
+        Who asks for room for no block of ours (preloads do) asks again and again. If blocks that come
+        between became steady, each time would give up the oldest steady ones, which in a loop are the next
+        to be used. So there are as many as were left then, until nobody has asked for long.
+        """
+        if coming is None:
+            self._calm = 0
+            if victim not in self._passing:
+                self._most_steady = max(1, self._steady - 1)
+            return
+        self._calm += 1
+        if self._calm > self.capacity and len(self._passing) > self._least_passing:
+            self._most_steady = min(self._most_steady + 1, self.capacity - self._least_passing)
 
     def _candidates(self, coming: Key | None) -> Iterator[Key]:
         """Residents, least valuable first; a block that would only pass through is between the two kinds."""

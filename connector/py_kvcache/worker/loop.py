@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ class Stop:
 class Wants:
     """All that waiting requests will want, most urgent first; takes the place of the last one."""
 
-    wants: Wanted
+    wants: Sequence[Wanted]
 
 
 Message = Job | Flush | Stop | Wants

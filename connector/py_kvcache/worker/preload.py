@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from py_kvcache.errors import BlockError, Fault
 from py_kvcache.worker.jobs import BlockWork, Job, Kind, Running, Transfer
@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from py_kvcache.worker.core import Core
     from py_kvcache.worker.sharing import Sharing
 
-# The blocks of each want.
-Wanted = Sequence[tuple[BlockWork, ...]]
+
+class Wanted(NamedTuple):
+    """Blocks of one request. ``held``: it loads by now, so that only what was read already is of use."""
+
+    works: tuple[BlockWork, ...]
+    held: bool = False
+
 
 # In the order of reads: behind all that a request waits for.
 LAST = 1 << 60
@@ -42,19 +47,23 @@ class Preloads:
     def __init__(self, core: Core, depth: int, sharing: Sharing) -> None:
         self._core, self._depth, self._sharing = core, depth, sharing
         self._wanted: dict[str, BlockWork] = {}
+        self._held: set[str] = set()  # those of the wanted that are not to be read
         self._todo: deque[BlockWork] = deque()
         self._under_way: dict[str, tuple[Running, Transfer]] = {}
         self._failed: dict[str, float] = {}  # path -> until when it is left alone
         self._numbers = 0
         self._losses = 0  # of the tier, when it was looked at last
 
-    def want(self, wants: Wanted) -> None:
+    def want(self, wants: Sequence[Wanted]) -> None:
         """The whole list, in the order in which requests will want them."""
         core = self._core
         # Blocks that requests share are wanted by the first of them.
         self._wanted = {}
-        for works in wants:
-            for work in works:
+        self._held = set()
+        for wanted in wants:
+            for work in wanted.works:
+                if wanted.held and work.path not in self._wanted:
+                    self._held.add(work.path)
                 self._wanted.setdefault(work.path, work)
         self._failed = {path: until for path, until in self._failed.items() if path in self._wanted}
         core.tier.expect({path: place for place, path in enumerate(self._wanted)})
@@ -126,4 +135,6 @@ class Preloads:
         """What of the wanted is to be read."""
         tier = self._core.tier
         self._losses = tier.losses
-        self._todo = deque(work for work in self._wanted.values() if not tier.has(work.path))
+        self._todo = deque(
+            work for path, work in self._wanted.items() if path not in self._held and not tier.has(path)
+        )

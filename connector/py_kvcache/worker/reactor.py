@@ -7,7 +7,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from py_kvcache.errors import BlockError, Fault
@@ -111,7 +111,7 @@ class Reactor:
             question.answered.set()
         return question
 
-    def want(self, wants: Wanted) -> None:
+    def want(self, wants: Sequence[Wanted]) -> None:
         """What waiting requests will want, most urgent first; replaces what was said before. Never blocks."""
         self._inbox.post(Wants(wants))
 
