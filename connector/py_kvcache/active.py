@@ -96,6 +96,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         # it they are the last to be used again, and a reset of the cache wants them free.
         self._keeps_blocks = not vllm_api.has_prefix_caching(vllm_config)
         self._held: set[str] = set()  # scheduler: ended since the last step, their blocks kept
+        self._keeping: set[str] = set()  # scheduler: all whose blocks are kept
         self._pool: Any = None  # scheduler: vLLM's book of KV blocks
         if role == KVConnectorRole.SCHEDULER:
             vllm_api.choose_recompute(vllm_config, settings.load_failure_policy)
@@ -136,6 +137,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
                 stock.rewind_store(self.connector_scheduler, job, failures.faults)
             for request_id, key in self.manager.take_postponed().items():
                 stock.offer_again(self.connector_scheduler, request_id, key)
+        self._keeping.difference_update(connector_output.finished_sending or ())
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -161,6 +163,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         if not self.manager.stores(request.request_id):
             return answer
         self._held.add(request.request_id)
+        self._keeping.add(request.request_id)
         return True, more
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -178,6 +181,8 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
 
     def _is_pressed(self) -> bool:
         """Whether blocks that we make vLLM keep may be what a request waits for."""
+        if not self._keeping:
+            return False
         if self._pool is None:
             return True
         tokens = vllm_api.tokens_of_a_block(self._cache_config)

@@ -26,6 +26,7 @@ from py_kvcache.identity import (
 from py_kvcache.layout import namespace_name
 
 SCHEMA = 1
+_MOST_NAMES = 4_096
 # The CPU attention backend packs keys for the instruction set that it finds.
 _CPU_FLAGS = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16"}
@@ -217,6 +218,7 @@ class Spaces:
         self._facts = dict(facts)
         self._epoch = ""
         self._layouts: list[Any] | None = None
+        self._names: dict[str | None, str] = {}  # by adapter; each request asks
 
     @property
     def known(self) -> bool:
@@ -225,10 +227,12 @@ class Spaces:
 
     def set_layouts(self, layouts: Iterable[Any]) -> None:
         """Take the descriptions of all ranks; equal ones count once."""
+        self._names.clear()
         self._layouts = sorted({json.dumps(layout, sort_keys=True) for layout in layouts})
 
     def new_epoch(self) -> None:
         """Forget everything stored so far (vLLM's reset_cache)."""
+        self._names.clear()
         self._epoch = os.urandom(8).hex()
 
     def fields(self, adapter: str | None) -> dict[str, Any]:
@@ -247,4 +251,10 @@ class Spaces:
         assert self._layouts is not None, (
             "asked for a namespace before the workers described their KV tensors"
         )
-        return namespace_name(str(self._facts["model"]), digest(self.fields(adapter)))
+        name = self._names.get(adapter)
+        if name is None:
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            name = namespace_name(str(self._facts["model"]), digest(self.fields(adapter)))
+            self._names[adapter] = name
+        return name

@@ -60,7 +60,7 @@ MEMBERS = f"""
 {OFFLOAD}:OffloadingManager                   get_stats on_schedule_end get_load_source>=0.32
   config_info>=0.33 on_reset_flushed>=0.33
 vllm.v1.metrics.cache_hit_source:CacheHitSource    DISK>=0.32
-vllm.v1.outputs:KVConnectorOutput             kv_connector_worker_meta invalid_block_ids
+vllm.v1.outputs:KVConnectorOutput             kv_connector_worker_meta invalid_block_ids finished_sending
 vllm.v1.kv_cache_interface:KVCacheConfig      num_blocks kv_cache_groups
 vllm.v1.kv_cache_interface:KVCacheGroupSpec   kv_cache_spec layer_names
 vllm.v1.kv_cache_interface:FullAttentionSpec  block_size
