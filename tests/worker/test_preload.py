@@ -254,6 +254,20 @@ def test_what_a_load_has_had_is_not_read_again_for_it_and_what_it_has_not_had_ye
     r.assert_idle()
 
 
+def test_what_a_load_has_used_is_not_kept_as_if_somebody_waited_for_it(shelved):
+    r = shelved(keep=8, shelf=2, policy="lirs")
+    r.load(1, 7)
+    r.run()
+    want(r, (2, 5), held=(2,))
+    r.load(2, 5)
+    r.run()
+    assert told(r)[1] == 7, "the new ones pass through the one place that is left"
+    want(r, (2, 5), (3, 1), held=(2,))
+    r.run()
+    assert told(r) == {1: 7, 3: 1}
+    r.assert_idle()
+
+
 def test_a_load_that_wants_an_opened_file_makes_it_urgent(shelved):
     r = shelved(keep=8, shelf=8, slots=6, io_depth=1, lookahead=8)
     r.world.rule("read", HOLD)

@@ -47,7 +47,8 @@ class Preloads:
     def __init__(self, core: Core, depth: int, sharing: Sharing) -> None:
         self._core, self._depth, self._sharing = core, depth, sharing
         self._wanted: dict[str, BlockWork] = {}
-        self._held: set[str] = set()  # those of the wanted that are not to be read
+        # Those of them that may be read, in order: the others' requests load by now, and have used some.
+        self._ahead: dict[str, BlockWork] = {}
         self._todo: deque[BlockWork] = deque()
         self._under_way: dict[str, tuple[Running, Transfer]] = {}
         self._failed: dict[str, float] = {}  # path -> until when it is left alone
@@ -59,14 +60,15 @@ class Preloads:
         core = self._core
         # Blocks that requests share are wanted by the first of them.
         self._wanted = {}
-        self._held = set()
+        self._ahead = {}
         for wanted in wants:
             for work in wanted.works:
-                if wanted.held and work.path not in self._wanted:
-                    self._held.add(work.path)
-                self._wanted.setdefault(work.path, work)
+                if work.path not in self._wanted:
+                    self._wanted[work.path] = work
+                    if not wanted.held:
+                        self._ahead[work.path] = work
         self._failed = {path: until for path, until in self._failed.items() if path in self._wanted}
-        core.tier.expect({path: place for place, path in enumerate(self._wanted)})
+        core.tier.expect({path: place for place, path in enumerate(self._ahead)})
         core.tier.clear_shelf(self._wanted)
         for path, (run, t) in list(self._under_way.items()):
             if path not in self._wanted and t.state is LoadState.OPENED and not self._sharing.is_joined(t):
@@ -76,7 +78,7 @@ class Preloads:
     def begin(self) -> Transfer | None:
         """The next block to open, if there is one and a place for it."""
         core = self._core
-        if self._wanted and core.tier.losses != self._losses:
+        if self._ahead and core.tier.losses != self._losses:
             self._look()
         while self._todo and len(self._under_way) < self._depth:
             work = self._todo[0]
@@ -88,7 +90,7 @@ class Preloads:
                 self._todo.popleft()
                 continue
             # What is wanted makes no room for what is wanted later, or both would be read for ever.
-            if not core.tier.promise(self._wanted):
+            if not core.tier.promise(self._ahead):
                 return None
             self._todo.popleft()
             self._numbers -= 1
@@ -135,6 +137,4 @@ class Preloads:
         """What of the wanted is to be read."""
         tier = self._core.tier
         self._losses = tier.losses
-        self._todo = deque(
-            work for path, work in self._wanted.items() if path not in self._held and not tier.has(path)
-        )
+        self._todo = deque(work for path, work in self._ahead.items() if not tier.has(path))
