@@ -158,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Settings from a JSON file (ServeConfig)."""
     parser = argparse.ArgumentParser(prog="python -m py_kvcache.bench.pairs")
     parser.add_argument("--config", required=True)
+    parser.add_argument("--root", help="folder on the volume instead of the file's")
+    parser.add_argument("--systems", help="two systems instead of the file's")
     parser.add_argument("--pairs", type=int, default=100)
     taken = parser.parse_args(arguments)
 
@@ -167,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupt_on_sigterm()
     try:
         values = json.loads(Path(taken.config).read_text(encoding="utf-8"))
+        values |= {name: value for name in ("root", "systems") if (value := getattr(taken, name)) is not None}
         report = run(from_mapping(values), pairs=taken.pairs, on_progress=line)
     except (KvCacheError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
