@@ -110,6 +110,8 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
+        if vllm_api.has_prefix_caching(self._engine):
+            self.manager.know_cached(lambda block_hash: vllm_api.is_cached(gpu_block_pool, block_hash))
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:

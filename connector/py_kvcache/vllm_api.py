@@ -314,6 +314,11 @@ def has_prefix_caching(vllm_config: Any) -> bool:
     return bool(vllm_config.cache_config.enable_prefix_caching)
 
 
+def is_cached(block_pool: Any, block_hash: bytes) -> bool:
+    """Whether the engine's own prefix cache has a block, in its first group."""
+    return block_pool.get_cached_block(block_hash, [0]) is not None
+
+
 def tokens_of_a_block(kv_cache_config: Any) -> int:
     """Tokens of a request for each block of vLLM's pool; with several groups it takes one in each."""
     groups = kv_cache_config.kv_cache_groups

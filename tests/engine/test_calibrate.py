@@ -16,7 +16,7 @@ from py_kvcache.calibrate.asked import MeasureConfig
 from py_kvcache.errors import ConfigError
 from py_kvcache.models import Calibration, read_thresholds
 
-BLOCK, LONGEST = 64, 2048
+BLOCK, LONGEST = 64, 1024
 SETTINGS = {"block_tokens": BLOCK, "lookup_deadline_s": 30, "load_deadline_s": 120}
 
 
@@ -42,7 +42,7 @@ def config(tiny: str, folder: Path, settings: dict[str, Any] | None = None, **mo
 @pytest.fixture(scope="module")
 def measured(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Calibration]:
     folder = tmp_path_factory.mktemp("calibration")
-    return folder, measure.run(config(tiny, folder, {"memory_bytes": 64 << 20}, budget_s=240, longest=1500))
+    return folder, measure.run(config(tiny, folder, {"memory_bytes": 64 << 20}, budget_s=120, longest=900))
 
 
 def test_computing_and_both_sources_are_measured_at_several_lengths(
@@ -56,7 +56,7 @@ def test_computing_and_both_sources_are_measured_at_several_lengths(
     }
     assert len(lengths["compute"]) >= 3 and lengths["compute"] == lengths["disk"]
     assert len(lengths["memory"]) >= 3
-    assert all(prefix % BLOCK == 0 and prefix <= 1500 for prefix in lengths["disk"])
+    assert all(prefix % BLOCK == 0 and prefix <= 900 for prefix in lengths["disk"])
     assert all(sample.copy_s for sample in one.samples if sample.kind == "disk")
     assert calibration.block_bytes == 262_144 and calibration.longest == LONGEST
     assert not list((folder / "root").iterdir()), "nothing is left on the volume"

@@ -73,7 +73,7 @@ vllm.v1.core.sched.output:SchedulerOutput     total_num_scheduled_tokens preempt
   num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs
 vllm.v1.core.sched.output:NewRequestData      req_id num_computed_tokens
 vllm.v1.core.sched.output:CachedRequestData   req_ids num_computed_tokens
-vllm.v1.core.block_pool:BlockPool             get_num_free_blocks
+vllm.v1.core.block_pool:BlockPool             get_num_free_blocks get_cached_block
 vllm.lora.request:LoRARequest                 lora_name lora_int_id load_inplace
   tensorizer_config_dict<0.31
 vllm.lora.worker_manager:WorkerLoRAManager    _load_adapter list_adapters lora_config

@@ -69,6 +69,28 @@ def test_thresholds_come_from_a_file_or_this_nodes_in_a_folder(
 
 
 @pytest.mark.parametrize(
+    ("exact", "least", "part"),
+    [
+        (6_000, 6_000, "prefixes from 6,000 tokens on pay"),
+        (10_001, None, "no prefix of up to 10,000 tokens pays"),
+    ],
+)
+def test_what_a_calibration_found_for_every_prompt_is_told(
+    tmp_path: Path, exact: int, least: int | None, part: str
+):
+    content = {
+        "schema": THRESHOLDS_SCHEMA, "engine": "0" * 16, "exact": {"disk": exact},
+        "prefill": [[0, 0], [10_000, 0.13]],
+    }  # fmt: skip
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(content))
+    asked = ("--prompt", "8000", "--hit", "6400", "--thresholds", str(path))
+    assert told(*asked)["calibrated"] == {"least_prefix": least, "longest": 10_000}
+    assert part in " ".join(explain(*asked).stdout.split())
+    assert told(*asked, "--source", "memory")["calibrated"] is None
+
+
+@pytest.mark.parametrize(
     ("more", "part"),
     [
         (("--prompt", "10", "--hit", "11"), "--gpu <= --hit <= --prompt"),

@@ -6,7 +6,8 @@ answers vLLM's own question at once, and the workers are told what the gate woul
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from py_kvcache import vllm_api
 from py_kvcache.layout import file_bytes
@@ -44,6 +45,8 @@ class Foresight:
         self._seen: object = None
         self._looked_at = 0.0
         self._residency = Residency()
+        # Whether the engine's own prefix cache has a block of that hash; None where there is no such cache.
+        self.is_cached: Callable[[bytes], bool] | None = None
 
     def wants(self, now: float) -> tuple[Want, ...] | None:
         """The whole list, most urgent first; None if it is the one that was told last."""
@@ -117,27 +120,44 @@ class Foresight:
             state.space = self._known.names.space_of(None)
         if state.space is None:
             return None
-        keys = self._chain(state, most)
-        present = self._count(state, keys, now)
+        local = self._count_cached(state, facts)
+        keys = self._chain(state, local + most)
+        present = self._count(state, keys, local, now)
         if present < len(keys):
             self._lookups.foresee(name, state, keys[present:], now)
             if state.want is not None and state.ticket is not None:
                 return state.want  # it was there a minute ago, and is looked for again
-        if not present:
+        if present <= local:
             return None
         tokens = self._known.config.block_tokens
-        local, total = state.local_tokens, present * tokens
-        hit = Hit(facts.num_prompt_tokens, local, total, self.in_memory(state, local, total))
+        first, total = max(state.local_tokens, local * tokens), present * tokens
+        hit = Hit(facts.num_prompt_tokens, first, total, self.in_memory(state, first, total))
         if not self._gate.is_likely(hit, now):
             return None
-        if state.want is None or len(state.want.keys) != present or state.want.space != state.space:
-            state.want = Want(state.space, tuple(keys[:present]))
+        want = Want(state.space, tuple(keys[local:present]))
+        if want != state.want:
+            state.want = want
         return state.want
 
-    def _count(self, state: RequestState, keys: list[bytes], now: float) -> int:
-        """Blocks at the head of the chain that are stored; a long one is not counted anew in each step."""
-        if now >= state.foreseen_until or state.foreseen > len(keys):
+    def _count_cached(self, state: RequestState, facts: vllm_api.RequestFacts) -> int:
+        """Blocks at the head of the chain that need no load: vLLM gives up the last of a prefix first."""
+        if self.is_cached is None:
+            return 0
+        hashes, per, is_cached = facts.block_hashes, state.hashes_per_block, self.is_cached
+        whole = min((facts.num_prompt_tokens - 1) // self._known.config.block_tokens, len(hashes) // per)
+        return bisect_left(range(whole), True, key=lambda block: not is_cached(hashes[(block + 1) * per - 1]))
+
+    def _count(self, state: RequestState, keys: list[bytes], local: int, now: float) -> int:
+        """Where the blocks end that are stored, behind the first ``local``.
+
+        A long chain is not counted anew in each step.
+        """
+        if now >= state.foreseen_until or state.foreseen > len(keys) or local < state.foreseen_from:
             state.foreseen, state.foreseen_until = 0, now + _COUNT_AGAIN_S
+        if local > state.foreseen:
+            state.foreseen = state.foreseen_from = local
+        elif not state.foreseen:
+            state.foreseen_from = 0
         present, index, space = state.foreseen, self._known.index, state.space or ""
         while present < len(keys) and index.presence((space, keys[present]), now) is Presence.SEEN:
             present += 1

@@ -176,6 +176,10 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests.get(request_id)
         return state is not None and state.store
 
+    def know_cached(self, is_cached: Callable[[bytes], bool]) -> None:
+        """Whether the engine's own prefix cache has the block of a hash."""
+        self._foresight.is_cached = is_cached
+
     def wants(self) -> tuple[Want, ...] | None:
         """What waiting requests will want, for the workers; None if nothing has changed."""
         now = self._clock()

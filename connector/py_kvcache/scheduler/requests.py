@@ -78,7 +78,8 @@ class RequestState:
     offered_again: bool = False
     counted: bool = False
     chain: list[bytes] = field(default_factory=list)  # keys, as far as they were asked for
-    foreseen: int = 0  # so many of them are stored
+    foreseen: int = 0  # so many of them are stored, but for the first ones, which the GPU had:
+    foreseen_from: int = 0
     foreseen_until: float = 0.0  # when they are counted anew
     want: Want | None = None  # what the workers were told of it
     decision: Decision | None = None  # the gate's, of the last look-up that found something

@@ -85,6 +85,7 @@ def explain(question: Question) -> dict[str, Any]:
         "threshold_tokens": decision.threshold,
         "least_bytes_per_s": _least_rate(inputs, decision),
         "least_hit_tokens": _least_hit(question, inputs),
+        "calibrated": _calibrated(file, question.source),
         "beyond_the_curve": prefill is not None and question.hit_tokens > prefill.reach,
         "inputs": {**asdict(replace(inputs, prefill=None)), "prefill": prefill and prefill.points},
     }
@@ -93,6 +94,17 @@ def explain(question: Question) -> dict[str, Any]:
 def _table(file: Thresholds | None, source: str) -> Table | None:
     tables = file.thresholds.items() if file else ()
     return next((table for name, table in tables if name == source), None)
+
+
+def _calibrated(file: Thresholds | None, source: str) -> dict[str, int | None] | None:
+    """The least prefix that pays whatever the prompt (None: none does), and the longest one measured."""
+    if file is None:
+        return None
+    exact = {str(name): least for name, least in file.exact.items()}
+    if source not in exact or not file.prefill:
+        return None
+    reach = int(file.prefill[-1][0])
+    return {"least_prefix": exact[source] if exact[source] <= reach else None, "longest": reach}
 
 
 def _least_rate(inputs: GateInputs, decision: Decision) -> float | None:

@@ -38,6 +38,14 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         lines.append(f"the shortest prefix of this prompt worth loading has {least:,} tokens")
     elif report["reason"] != "unknown":
         lines.append("no prefix of this prompt is worth loading")
+    calibrated = report["calibrated"]
+    if calibrated is not None:
+        least, longest = calibrated["least_prefix"], calibrated["longest"]
+        lines.append(
+            f"calibrated: no prefix of up to {longest:,} tokens pays, whatever the prompt"
+            if least is None
+            else f"calibrated: prefixes from {least:,} tokens on pay, whatever the prompt"
+        )
     for line in lines:
         console.print(f"  {line}", highlight=False)
     if report["beyond_the_curve"]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class RateBudget:
-    """At most ``bytes_per_s`` on average, after a burst of one second. 0 means no limit."""
+    """At most ``bytes_per_s`` on average, after a burst of so many seconds. 0 means no limit."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._rate = bytes_per_s
+    def __init__(self, bytes_per_s: float, burst_s: float) -> None:
+        self._rate, self._burst_s = bytes_per_s, burst_s
         # The time by which everything spent so far has been earned, less the burst.
         self._paid_at = float("-inf")
 
@@ -18,7 +18,7 @@ class RateBudget:
     def spend(self, nbytes: int, now: float) -> None:
         """Charge one block."""
         if self._rate:
-            self._paid_at = max(self._paid_at, now - 1.0) + nbytes / self._rate
+            self._paid_at = max(self._paid_at, now - self._burst_s) + nbytes / self._rate
 
     def wait(self, now: float) -> float:
         """Seconds until ``allows`` is true; 0 if it is."""

@@ -39,6 +39,9 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # How long an open that found no descriptor waits for others to be closed, doubled at each try: 0.6 s in all.
 SHORT_WAIT_S = 0.0025
+# Of a read rate: a whole prefix within a burst would come as if there were no limit, and the gate would
+# learn a rate that the next one does not get.
+_READ_BURST_S = 0.02
 
 _STORING = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
 
@@ -58,7 +61,7 @@ class Loads:
         self.preloads = Preloads(core, core.settings.preload_depth, self._sharing)
         self._copied_now: set[int] = set()  # slots: the device has room for one copy of each
         self._copies: list[tuple[DeviceEvent, list[Transfer], float]] = []
-        self._budget = RateBudget(core.settings.read_bytes_per_s)
+        self._budget = RateBudget(core.settings.read_bytes_per_s, _READ_BURST_S)
 
     # ---- what the reactor calls
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.py_kvcache.worker.stores")
 
+# Of a write rate: what one request stores may go at once.
+_STORE_BURST_S = 1.0
 _IN_SLOT = (StoreState.COPYING, StoreState.HASHING, StoreState.CREATING, StoreState.WRITING)
 _UNDER_WAY = (
     *_IN_SLOT, StoreState.PUBLISHING, StoreState.HASHING_LOST, StoreState.CREATING_LOST,
@@ -46,7 +48,7 @@ class Stores:
         self._size = core.settings.file_bytes
         self._jobs: deque[Running] = deque()
         self._copies: list[tuple[DeviceEvent, Transfer]] = []
-        self._budget = RateBudget(core.settings.store_bytes_per_s)
+        self._budget = RateBudget(core.settings.store_bytes_per_s, _STORE_BURST_S)
 
     # ---- what the reactor calls
 
