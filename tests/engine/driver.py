@@ -70,6 +70,7 @@ class Driver:
         self.peak_fds = 0
         self.lookup_times: list[float] = []
         self._decided: Counter[str] = Counter()
+        self._on_gpu: list[int] = []
 
     # ---- commands
 
@@ -175,6 +176,10 @@ class Driver:
     def decisions(self) -> dict[str, float]:
         """What the gate has decided of admitted requests since the start."""
         return dict(self._decided)
+
+    def on_gpu(self) -> list[int]:
+        """Of requests that waited, how many blocks vLLM's own prefix cache was found to have."""
+        return list(self._on_gpu)
 
     def stats(self) -> dict[str, Any]:
         counters = self.executor._parts.reactor.snapshot()
@@ -387,6 +392,14 @@ class Driver:
             counted(decision)
 
         gate.counted = note
+        foresight = self.connector_scheduler.manager._foresight
+        count_cached = foresight._count_cached
+
+        def note_cached(*args: Any) -> int:
+            self._on_gpu.append(count_cached(*args))
+            return self._on_gpu[-1]
+
+        foresight._count_cached = note_cached
         self.memory = KvMemory()
         executor = self.executor
         submit, settle = executor.submit_load, executor._settle

@@ -65,3 +65,17 @@ def test_without_preload_or_memory_for_it_all_is_read_on_demand(
         tokens, cached, end = serve(tiny, root, **extra)
         assert tokens == stored and cached == [30 * BLOCK] * 12
         assert sum(end["preloads"].values()) == 0 and end["reads"] == 360
+
+
+def test_what_vllms_own_prefix_cache_has_is_not_read_ahead(tiny: str, root: Path, stored: list[Any]) -> None:
+    # One prompt for all: whoever waits finds it on the GPU, where two of them have it.
+    extra = {"memory_bytes": 400 * SLOT}
+    arguments = engine_arguments(
+        tiny, str(root), extra=extra, enable_prefix_caching=True, max_num_seqs=2, **SMALL
+    )
+    with engine(arguments) as session:
+        reply = session.generate([prompt(LENGTH, seed=SEEDS[0])] * 6, max_tokens=24)
+        found, end = session.call("on_gpu"), session.call("settle")
+    assert reply["tokens"] == [stored[0]] * 6
+    assert found[-1] == 30, "all whole blocks"
+    assert end["preloads"]["wasted"] == 0 and end["reads"] == 30

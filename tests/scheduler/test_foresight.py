@@ -250,3 +250,51 @@ def test_a_defect_in_a_guess_costs_its_advantage_and_is_told_once(
         assert engine.manager.wants() is None
         assert engine.manager.pays(request.request, 0, TOKENS)
     assert sorted(record.getMessage().split()[2] for record in caplog.records) == ["gate", "preload"]
+
+
+def gpu_has(engine: Engine, *chains: list[bytes]) -> None:
+    cached = {key[:-4] for chain in chains for key in chain}
+    engine.manager.know_cached(lambda block_hash: block_hash in cached)
+
+
+def test_what_the_gpu_has_already_is_not_wanted():
+    engine = make()
+    first, second = keys(6), keys(4, chain=1)
+    gpu_has(engine, first[:2], second)
+    engine.admit("a", first)
+    engine.admit("b", second)
+    assert engine.manager.wants() is None
+    (question,) = engine.prober.questions
+    assert question.keys == first[2:], "whether that is stored, too, is all the same"
+    answer(engine, 3)
+    wants = engine.manager.wants()
+    assert wants is not None and [want.keys for want in wants] == [tuple(first[2:5])]
+
+
+def test_what_the_gpu_has_lost_is_looked_for_and_wanted():
+    engine = make()
+    chain = keys(5)
+    gpu_has(engine, chain[:3])
+    engine.admit("a", chain)
+    engine.manager.wants()
+    answer(engine, 2)
+    assert lengths(engine.manager.wants()) == [2]
+    gpu_has(engine, chain[:1])
+    engine.now += 1
+    engine.manager.wants()
+    (question,) = engine.prober.questions
+    assert question.keys == chain[1:], "from the first that is not certain"
+    answer(engine, 4)
+    wants = engine.manager.wants()
+    assert wants is not None and [want.keys for want in wants] == [tuple(chain[1:])]
+
+
+def test_what_the_gpu_has_takes_nothing_of_what_may_be_read_ahead():
+    engine = make(preload_bytes=3 * (BLOCK_BYTES + 8192))
+    chain = keys(9)
+    gpu_has(engine, chain[:4])
+    engine.admit("a", chain)
+    engine.manager.wants()
+    answer(engine, 9)
+    wants = engine.manager.wants()
+    assert wants is not None and [want.keys for want in wants] == [tuple(chain[4:7])]

@@ -14,6 +14,8 @@ from py_kvcache.curves import Curve
 CONFIDENCE: Final = 0.95
 # A fall of so little may be pooled whatever the intervals say: of three repeats they are too narrow often.
 _SLIGHT: Final = 0.05
+# Fewer repeats than that (a budget ends in the midst of a length) say nothing of how they vary.
+_ENOUGH: Final = 3
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -111,9 +113,22 @@ def measure(name: str, pairs: Iterable[tuple[int, float]]) -> Measured:
 
 def _find_fall(points: Sequence[Point]) -> tuple[Point, Point] | None:
     """Two points of which the later one is lower than both intervals allow."""
+    spreads = [
+        (median.high - median.low) / median.seconds
+        for median in (point.median for point in points)
+        if median.count >= _ENOUGH and median.seconds > 0
+    ]
+    unknown = max(spreads, default=0.0)
+
+    def low(median: Median) -> float:
+        return median.low if median.count >= _ENOUGH else median.low * (1 - unknown)
+
+    def high(median: Median) -> float:
+        return median.high if median.count >= _ENOUGH else median.high * (1 + unknown)
+
     for number, after in enumerate(points):
         for before in points[:number]:
-            is_apart = after.median.high < before.median.low
+            is_apart = high(after.median) < low(before.median)
             if is_apart and after.median.seconds < (1 - _SLIGHT) * before.median.seconds:
                 return before, after
     return None
