@@ -178,7 +178,10 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
             self.manager.wait_if_asking()
         self.manager.preempted(scheduler_output.preempted_req_ids or ())
         number = self.manager.next_step(vllm_api.spans(scheduler_output))
-        meta.step_note = StepNote(idle, jobs, number, self._is_pressed(), self.manager.wants())
+        note = StepNote(
+            idle, jobs, number, self._is_pressed(), self.manager.wants(), self.manager.is_time_to_count()
+        )
+        meta.step_note = note
         return meta
 
     def _is_pressed(self) -> bool:

@@ -72,6 +72,7 @@ class StepNote:
             asynchronous scheduling it comes one or more steps later.
         pressed: blocks that are kept may be what another request waits for.
         wants: what waiting requests will want, most urgent first; None if that has not changed.
+        count: gauges are to be reported, by all ranks in the same step, or they do not add up.
     """
 
     idle: bool
@@ -79,6 +80,7 @@ class StepNote:
     number: int = 0
     pressed: bool = True
     wants: tuple[Want, ...] | None = None
+    count: bool = True
 
 
 @dataclass(frozen=True, slots=True)

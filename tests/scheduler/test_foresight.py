@@ -298,3 +298,19 @@ def test_what_the_gpu_has_takes_nothing_of_what_may_be_read_ahead():
     answer(engine, 9)
     wants = engine.manager.wants()
     assert wants is not None and [want.keys for want in wants] == [tuple(chain[4:7])]
+
+
+def test_a_preempted_request_is_judged_by_what_the_gpu_has_now():
+    engine = make()
+    chain = keys(5)
+    gpu_has(engine, chain[:4])
+    request = engine.admit("a", chain)
+    engine.manager.begin_lookup("a", 4 * TOKENS)
+    engine.manager.end_lookup("a", 0)
+    gpu_has(engine)
+    judged: list[Any] = []
+    engine.manager._gate.is_likely = lambda hit, now: bool(judged.append(hit)) or True  # type: ignore[method-assign]
+    engine.manager.wants()
+    answer(engine, 5)
+    engine.manager.wants()
+    assert request.keys and judged[-1].gpu_tokens == 0 and judged[-1].hit_tokens == 5 * TOKENS

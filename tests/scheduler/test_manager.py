@@ -1035,3 +1035,11 @@ def test_kv_memory_is_short_when_less_is_free_than_all_have_yet_to_compute():
     engine.manager.on_request_finished(SimpleNamespace(req_id="r0"))
     engine.manager.on_request_finished(SimpleNamespace(req_id="r1"))
     assert not need(0, 16)
+
+
+def test_all_workers_are_asked_for_gauges_in_the_same_step_every_fifty_milliseconds():
+    engine = Engine()
+    assert engine.manager.is_time_to_count()
+    assert not engine.manager.is_time_to_count()
+    engine.now += 0.06
+    assert engine.manager.is_time_to_count()

@@ -19,7 +19,6 @@ from py_kvcache.errors import BlockError, Fault
 from py_kvcache.layout import block_path, parse_block_path, part_dir
 from py_kvcache.plan import Adapter, Held, Moves, StepNote, TransferPlan, Want, WorkerReport
 from py_kvcache.vllm_api import GPULoadStoreSpec, OffloadingWorkerMetadata
-from py_kvcache.worker import executor as executor_module
 from py_kvcache.worker.counters import Counters
 from py_kvcache.worker.executor import (
     FLUSH_PATIENCE_S,
@@ -473,29 +472,24 @@ def test_layouts_go_with_the_first_report_only(rig: Rig):
     assert rig.step()[2].layouts == ()
 
 
-@pytest.fixture
-def counted_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "COUNT_EVERY_S", 0.0)
+def test_gauges_are_told_when_all_ranks_are_asked_and_counters_also_when_a_job_ends(rig: Rig):
+    def step(*, count: bool = False) -> WorkerReport:
+        rig.executor.step_began(StepNote(False, {}, 1, count=count))
+        return rig.step()[2]
 
-
-def test_counters_are_told_when_a_job_ends_and_else_once_in_a_while(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(executor_module, "COUNT_EVERY_S", 3600.0)
-    told = [rig.step()[2] for _ in range(3)]
-    assert [bool(report.paces) for report in told] == [True, False, False]
-    assert told[1].samples.is_empty()
+    assert step(count=True).samples.gauges
+    assert step().samples.is_empty() and not step().paces
     rig.reactor.counters.loaded_bytes = 10
     rig.load(7, chunks=1, blocks=[1, 2, 3, 4])
-    assert not rig.step()[2].paces, "it is under way"
+    assert not step().paces, "it is under way"
     rig.reactor.end(7)
-    report = rig.step()[2]
+    report = step()
     assert report.samples.counters[metrics.LOAD_BYTES.name, ()] == 10 and report.paces
-    rig.executor._count_at = time.monotonic()
-    assert rig.step()[2].paces
+    assert not report.samples.gauges, "another rank's job has not ended, perhaps: half a sum is none"
+    assert not step().paces
+    assert step(count=True).samples.gauges
 
 
-@pytest.mark.usefixtures("counted_each_step")
 def test_samples_are_increments_and_quarantined_files_are_summed(rig: Rig):
     rig.reactor.counters.loaded_bytes = 10
     rig.parts.publisher.outcomes = lambda: [SimpleNamespace(removed=True), SimpleNamespace(removed=False)]
@@ -505,7 +499,6 @@ def test_samples_are_increments_and_quarantined_files_are_summed(rig: Rig):
     assert second.counters[metrics.QUARANTINED.name, ()] == 1
 
 
-@pytest.mark.usefixtures("counted_each_step")
 def test_a_refused_direct_read_shows_as_a_fallback(rig: Rig):
     assert rig.step()[2].samples.gauges[metrics.FALLBACK.name, ("buffered",)] == 0
     rig.reactor.counters.direct_refused = 1

@@ -30,15 +30,16 @@ def shelved(rig):
 
 def want(r, *groups: tuple[int, int], held: tuple[int, ...] = ()) -> None:
     """Each group: number of a load that will come (or has: ``held``), and its blocks. Their files exist."""
-    wants = []
-    for number, count in groups:
-        works = []
-        for n in range(count):
-            path = r.path(number, n)
-            r.world.files.setdefault(path, file_of((number, n), n))
-            works.append(BlockWork(path, key_of((number, n)), n, (number, n)))
-        wants.append(Wanted(tuple(works), number in held))
-    r.reactor.want(tuple(wants))
+    r.reactor.want(tuple(Wanted(works(r, number, count), number in held) for number, count in groups))
+
+
+def works(r, number: int, count: int) -> tuple[BlockWork, ...]:
+    found = []
+    for n in range(count):
+        path = r.path(number, n)
+        r.world.files.setdefault(path, file_of((number, n), n))
+        found.append(BlockWork(path, key_of((number, n)), n, (number, n)))
+    return tuple(found)
 
 
 def told(r) -> dict[int, int]:
@@ -265,6 +266,38 @@ def test_what_a_load_has_used_is_not_kept_as_if_somebody_waited_for_it(shelved):
     want(r, (2, 5), (3, 1), held=(2,))
     r.run()
     assert told(r) == {1: 7, 3: 1}
+    r.assert_idle()
+
+
+def test_what_a_load_will_use_is_not_given_up_before_it_has_come(shelved):
+    r = shelved(keep=12, shelf=6, policy="lirs")
+    r.reactor._core.tier._retention._most_steady = 6  # as preloads have left it
+    r.load(1, 6)
+    r.load(2, 6)
+    r.run()
+    want(r, (2, 6), (3, 6), held=(2,))
+    r.run()  # the note of the step; the load comes after its forward was launched
+    r.again(4, of=2, count=6)
+    r.run()
+    assert max(Counter(reads(r)).values()) == 1 and told(r)[3] == 6
+    r.assert_idle()
+
+
+def test_a_prefix_that_somebody_waits_for_stays_when_a_load_has_used_it(shelved):
+    r = shelved(keep=12, shelf=6, policy="lirs")
+    r.load(9, 12)
+    r.run()
+    both = works(r, 1, 6), works(r, 2, 6)
+    r.reactor.want((Wanted(both[0]), Wanted(both[0] + both[1])))
+    r.run()
+    r.reactor.want((Wanted(both[0], held=True), Wanted(both[0] + both[1])))
+    r.again(50, of=1, count=6)
+    r.run()
+    r.reactor.want((Wanted(both[0] + both[1]),))
+    r.run()
+    r.again(51, of=1, count=6)
+    r.run()
+    assert max(Counter(reads(r)).values()) == 1
     r.assert_idle()
 
 

@@ -279,7 +279,7 @@ def squeezed(policy: Retention, room: int) -> None:
 
 
 def test_lirs_keeps_the_same_blocks_of_a_loop_whoever_takes_a_part_of_the_memory_in_each_turn():
-    policy = Lirs(64)
+    policy = Lirs(64, lent=24)
     loop = range(256)
     reads = 0
     for turn in range(10):
@@ -292,7 +292,7 @@ def test_lirs_keeps_the_same_blocks_of_a_loop_whoever_takes_a_part_of_the_memory
 
 
 def test_lirs_takes_back_what_nobody_asks_for_any_more():
-    policy = Lirs(64)
+    policy = Lirs(64, lent=48)
     squeezed_for = 5 * 256
     for n in range(20 * 256):
         if n < squeezed_for and n % 16 == 0:
@@ -300,3 +300,17 @@ def test_lirs_takes_back_what_nobody_asks_for_any_more():
         use(policy, key(n % 256))
     hits = sum(policy.hit(key(n)) for n in range(256))
     assert hits >= 60
+
+
+def test_lirs_forgets_a_moment_in_which_others_had_to_take_more_than_their_share():
+    policy = Lirs(96, lent=32)
+    for n in range(200):
+        use(policy, key(n))
+    passing = set(policy._passing)
+    for _ in range(60):
+        assert policy.evict(None, passing) is not None  # all else was being copied
+    for n in range(10 * 200):
+        if n % 20 == 0:
+            squeezed(policy, 32)
+        use(policy, key(n % 200))
+    assert policy._steady >= 96 - 32 - 3

@@ -118,7 +118,7 @@ def _find_fall(points: Sequence[Point]) -> tuple[Point, Point] | None:
         for median in (point.median for point in points)
         if median.count >= _ENOUGH and median.seconds > 0
     ]
-    unknown = max(spreads, default=0.0)
+    unknown = statistics.median(spreads) if spreads else 0.0
 
     def low(median: Median) -> float:
         return median.low if median.count >= _ENOUGH else median.low * (1 - unknown)

@@ -130,7 +130,8 @@ class Foresight:
         if present <= local:
             return None
         tokens = self._known.config.block_tokens
-        first, total = max(state.local_tokens, local * tokens), present * tokens
+        first = state.local_tokens if self.is_cached is None else local * tokens
+        total = present * tokens
         hit = Hit(facts.num_prompt_tokens, first, total, self.in_memory(state, first, total))
         if not self._gate.is_likely(hit, now):
             return None

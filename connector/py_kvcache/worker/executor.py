@@ -47,8 +47,6 @@ IDLE_WAIT_S = 0.005
 MOST_MOVES = 1_000
 STOP_TIMEOUT_S = 10.0
 SHORTEST_STEP_S = 1e-3
-# How often counters are reported while no job ends: putting them together takes 0.2 ms, much of a short step.
-COUNT_EVERY_S = 0.05
 _MOST_TIDIED = 4096
 _OTHER_WEIGHTS = "this worker has other weights of the adapter"
 
@@ -96,7 +94,8 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
         self._wanted: dict[tuple[str, tuple[bytes, ...]], tuple[BlockWork, ...]] = {}
         # Which pages a preload will go to nobody knows; that it will be whole ones decides who checks it.
         self._whole = Chunk(np.zeros(blocks_per_chunk, np.int64), 0)
-        self._count_at = 0.0  # when the counters are reported again, unless a job ends before
+        self._all_count = True  # gauges are asked for in this step
+        self._job_ended = False
         self._before_step: Any = None  # a device event, or the exception instead of one
 
     # ---- vLLM's interface
@@ -115,8 +114,7 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
     def get_finished(self) -> list[TransferResult]:
         """Every job ends as a success for vLLM; what failed is told beside it (design: "A failed load")."""
         results, self._refused = [*self._refused, *self._parts.reactor.take_finished()], []
-        if results:
-            self._count_at = 0.0
+        self._job_ended = bool(results)
         return [self._settle(result) for result in results]
 
     def wait(self, job_ids: set[int]) -> None:
@@ -148,27 +146,25 @@ class Executor(OffloadingWorker):  # type: ignore[misc]
             report.adapters = {self._rank: self._adapters.held(self._step, again=self._idle)}
         report.step = self._step
         report.moves = self._moves()
-        now = time.monotonic()
-        if now >= self._count_at:
-            self._count_at = now + COUNT_EVERY_S
+        if self._all_count or self._job_ended:
             self._count(report)
         return report
 
     def _count(self, report: WorkerReport) -> None:
-        """Rates, counters and gauges."""
+        """Rates and counters, and gauges where all ranks tell theirs."""
         parts = self._parts
         self._quarantined += sum(outcome.removed for outcome in parts.publisher.outcomes())
         counters = parts.reactor.snapshot()
         report.paces = {self._rank: self._pace(counters)}
         fallbacks = {**parts.fallbacks, **({"buffered": ""} if counters.direct_refused else {})}
         report.samples = self._reporter.samples(
-            counters, fallbacks, parts.publisher.paused, self._quarantined
+            counters, fallbacks, parts.publisher.paused, self._quarantined, gauges=self._all_count
         )
 
     def step_began(self, note: StepNote | None) -> None:
         """vLLM begins a forward step, and has launched none of it yet."""
         if note is not None:
-            self._idle, self._step = note.idle, note.number
+            self._idle, self._step, self._all_count = note.idle, note.number, note.count
             self._holds.add(note.held, pressed=note.pressed)
             if note.wants is not None:
                 self._want(note.wants)

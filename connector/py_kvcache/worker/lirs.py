@@ -22,10 +22,12 @@ class Lirs:
     it is plain LIRS.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, lent: int = 0) -> None:
         self.capacity = capacity
         self._least_passing = max(1, capacity // _PASSING_SHARE)
         self._most_steady = capacity - self._least_passing
+        # Others take no more for long; else one moment in which all else was in use would count for ever.
+        self._least_steady = max(1, self._most_steady - lent)
         self._calm = 0  # blocks given up for others like them, since room was asked for without one
         # By last use, oldest first: steady blocks, and all others used since the oldest steady one. True:
         # steady. What is in neither list of residents is remembered only.
@@ -110,7 +112,7 @@ class Lirs:
         if coming is None:
             self._calm = 0
             if victim not in self._passing:
-                self._most_steady = max(1, self._steady - 1)
+                self._most_steady = max(self._least_steady, self._steady - 1)
             return
         self._calm += 1
         if self._calm > self.capacity and len(self._passing) > self._least_passing:

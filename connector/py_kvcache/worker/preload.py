@@ -47,7 +47,9 @@ class Preloads:
     def __init__(self, core: Core, depth: int, sharing: Sharing) -> None:
         self._core, self._depth, self._sharing = core, depth, sharing
         self._wanted: dict[str, BlockWork] = {}
-        # Those of them that may be read, in order: the others' requests load by now, and have used some.
+        self._held: set[str] = set()  # those that loads will claim
+        # Those that somebody waits for, and of them, in order, those to be read: a load reads its own.
+        self._awaited: dict[str, int] = {}
         self._ahead: dict[str, BlockWork] = {}
         self._todo: deque[BlockWork] = deque()
         self._under_way: dict[str, tuple[Running, Transfer]] = {}
@@ -60,15 +62,20 @@ class Preloads:
         core = self._core
         # Blocks that requests share are wanted by the first of them.
         self._wanted = {}
-        self._ahead = {}
+        self._ahead, self._awaited, held = {}, {}, set[str]()
         for wanted in wants:
             for work in wanted.works:
-                if work.path not in self._wanted:
-                    self._wanted[work.path] = work
-                    if not wanted.held:
+                if wanted.held:
+                    held.add(work.path)
+                else:
+                    self._awaited.setdefault(work.path, len(self._awaited))
+                    if work.path not in self._wanted:
                         self._ahead[work.path] = work
+                self._wanted.setdefault(work.path, work)
         self._failed = {path: until for path, until in self._failed.items() if path in self._wanted}
-        core.tier.expect({path: place for place, path in enumerate(self._ahead)})
+        core.tier.wait_for_use(held - self._held, held)
+        self._held = held
+        core.tier.expect(self._awaited)
         core.tier.clear_shelf(self._wanted)
         for path, (run, t) in list(self._under_way.items()):
             if path not in self._wanted and t.state is LoadState.OPENED and not self._sharing.is_joined(t):
@@ -90,7 +97,7 @@ class Preloads:
                 self._todo.popleft()
                 continue
             # What is wanted makes no room for what is wanted later, or both would be read for ever.
-            if not core.tier.promise(self._ahead):
+            if not core.tier.promise(self._awaited):
                 return None
             self._todo.popleft()
             self._numbers -= 1

@@ -50,7 +50,13 @@ class Reporter:
         self._last: dict[tuple[str, metrics.Labels], float] = {}
 
     def samples(
-        self, counters: Counters, fallbacks: Mapping[str, Any], paused: bool, quarantined: int
+        self,
+        counters: Counters,
+        fallbacks: Mapping[str, Any],
+        paused: bool,
+        quarantined: int,
+        *,
+        gauges: bool = True,
     ) -> metrics.Samples:
         """Increments since the last call, and the gauges as they stand."""
         out = metrics.Samples()
@@ -60,6 +66,8 @@ class Reporter:
             if change := value - self._last.get(key, 0):
                 out.counters[key] = change
         self._last = now
+        if not gauges:
+            return out
         for use, count in counters.slots.items():
             out.set(metrics.STAGING_SLOTS, count, use)
         out.set(metrics.IO_IN_FLIGHT, counters.io_in_flight)

@@ -177,9 +177,14 @@ def first_unpinned(order: OrderedDict[Key, None], pinned: Container[Key]) -> Key
     return next((key for key in order if key not in pinned), None)
 
 
-def make_retention(kind: str, capacity: int) -> Retention:
-    """Build the policy that a setting asks for. Raises KeyError."""
+def make_retention(kind: str, capacity: int, lent: int = 0) -> Retention:
+    """Build the policy that a setting asks for. Raises KeyError.
+
+    ``lent``: so many places others may take, one with each ``evict`` for no block.
+    """
     from py_kvcache.worker.lirs import Lirs
 
-    kinds: dict[str, Callable[[int], Retention]] = {"lru": Lru, "arc": Arc, "lirs": Lirs}
+    kinds: dict[str, Callable[[int], Retention]] = {
+        "lru": Lru, "arc": Arc, "lirs": lambda places: Lirs(places, lent)
+    }  # fmt: skip
     return kinds[kind](capacity)

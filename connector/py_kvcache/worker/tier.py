@@ -28,11 +28,12 @@ class Tier:
 
     def __init__(self, staging: StagingPool, policy: str, capacity: int, shelf: int = 0) -> None:
         self._staging, self._capacity = staging, capacity
-        self._retention: Retention | None = make_retention(policy, capacity) if capacity else None
+        self._retention: Retention | None = make_retention(policy, capacity, shelf) if capacity else None
         self._slots: dict[str, Slot] = {}
         self._shelf: dict[str, Slot] = {}
         self._shelf_capacity = min(shelf, capacity)
         self._promised = 0  # places for blocks that are being read
+        self._awaited: set[str] = set()  # a load that is on its way here will use them
         self.kept = 0  # blocks that were ever kept
         self.given_up = 0
         self.claimed = 0  # preloaded blocks that a load wanted
@@ -57,6 +58,7 @@ class Tier:
         if self._retention is None:
             return None
         resident = self._retention.hit(path)
+        self._awaited.discard(path)
         slot = self._slots[path] if resident else self._shelf.get(path)
         if slot is None or (proved and not slot.proved):
             return None
@@ -75,7 +77,7 @@ class Tier:
         if retention is None or path in self._slots or path in self._shelf:
             return
         while not self._has_room:
-            victim = retention.evict(path, _Busy(self._slots))
+            victim = retention.evict(path, _Busy(self._slots, self._awaited))
             if victim is None or victim == path:
                 return
             self._give_up(victim)
@@ -98,6 +100,11 @@ class Tier:
         if self._retention is not None:
             self._retention.expect(waiting)
 
+    def wait_for_use(self, more: Container[str], all_of: set[str]) -> None:
+        """Blocks in memory that loads will use: not given up before. ``more`` of them are new to the list."""
+        self._awaited &= all_of
+        self._awaited.update(path for path in all_of if path in more)
+
     # ---- the shelf
 
     def promise(self, pinned: Container[str] = ()) -> bool:
@@ -108,7 +115,7 @@ class Tier:
         if self._retention is None or len(self._shelf) + self._promised >= self._shelf_capacity:
             return False
         while not self._has_room:
-            victim = self._retention.evict(None, _Busy(self._slots, pinned))
+            victim = self._retention.evict(None, _Busy(self._slots, pinned, self._awaited))
             if victim is None:
                 return False
             self._give_up(victim)
@@ -158,11 +165,11 @@ class Tier:
 class _Busy:
     """The blocks that somebody is copying just now, and others."""
 
-    def __init__(self, slots: Mapping[str, Slot], others: Container[str] = ()) -> None:
+    def __init__(self, slots: Mapping[str, Slot], *others: Container[str]) -> None:
         self._slots, self._others = slots, others
 
     def __contains__(self, path: object) -> bool:
-        if path in self._others:
+        if any(path in some for some in self._others):
             return True
         slot = self._slots.get(path)  # type: ignore[call-overload]
         return slot is not None and slot.holders > 0
