@@ -179,7 +179,7 @@ class PyKvCacheConnector(OffloadingConnector):  # type: ignore[misc]
         self.manager.preempted(scheduler_output.preempted_req_ids or ())
         number = self.manager.next_step(vllm_api.spans(scheduler_output))
         note = StepNote(
-            idle, jobs, number, self._is_pressed(), self.manager.wants(), self.manager.is_time_to_count()
+            idle, jobs, number, self._is_pressed(), self.manager.wants(), self.manager.is_time_to_count(idle)
         )
         meta.step_note = note
         return meta

@@ -180,10 +180,13 @@ class Manager(OffloadingManager):  # type: ignore[misc]
         state = self._requests.get(request_id)
         return state is not None and state.store
 
-    def is_time_to_count(self) -> bool:
-        """Whether the workers are to report gauges and counters in this step."""
+    def is_time_to_count(self, idle: bool) -> bool:
+        """Whether the workers are to report gauges and counters in this step.
+
+        Also where nothing is computed: such a step may be the last for long, and its gauges stand as long.
+        """
         now = self._clock()
-        due = now >= self._count_at
+        due = idle or now >= self._count_at
         if due:
             self._count_at = now + COUNT_EVERY_S
         return due
