@@ -83,15 +83,15 @@ def measure(given: argparse.Namespace) -> None:
 
     llm = start(given, given.root)
     choose = random.Random(given.seed)
-    prompts = [[choose.randrange(5, 1_000) for _ in range(given.tokens)] for _ in range(3)]
+    prompts = [[choose.randrange(5, 1_000) for _ in range(given.tokens)] for _ in range(4)]
 
     def ask(number: int, tokens: int) -> float:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        llm.generate({"prompt_token_ids": prompts[number % 3]}, sampling, use_tqdm=False)
+        llm.generate({"prompt_token_ids": prompts[number % 4]}, sampling, use_tqdm=False)
         return time.perf_counter() - begin
 
-    for number in range(6):
+    for number in range(8):
         ask(number, 1)
     time.sleep(2.0)  # what is stored behind the answers
     spent = watch(llm.llm_engine.engine_core.engine_core)
