@@ -100,10 +100,14 @@ class Tier:
         if self._retention is not None:
             self._retention.expect(waiting)
 
-    def wait_for_use(self, more: Container[str], all_of: set[str]) -> None:
-        """Blocks in memory that loads will use: not given up before. ``more`` of them are new to the list."""
-        self._awaited &= all_of
-        self._awaited.update(path for path in all_of if path in more)
+    def wait_for_use(self, more: set[str], still: set[str]) -> None:
+        """Blocks that loads will use: not given up before they have.
+
+        Args:
+            more: those that were not told before.
+            still: all that are told now, used or not.
+        """
+        self._awaited = (self._awaited & still) | more
 
     # ---- the shelf
 
