@@ -135,9 +135,7 @@ class Foresight:
         hit = Hit(facts.num_prompt_tokens, first, total, self.in_memory(state, first, total))
         if not self._gate.is_likely(hit, now):
             return None
-        want = Want(state.space, tuple(keys[local:present]))
-        if want != state.want:
-            state.want = want
+        state.want = Want(state.space, tuple(keys[local:present]))
         return state.want
 
     def _count_cached(self, state: RequestState, facts: vllm_api.RequestFacts) -> int:

@@ -98,13 +98,11 @@ def _table(file: Thresholds | None, source: str) -> Table | None:
 
 def _calibrated(file: Thresholds | None, source: str) -> dict[str, int | None] | None:
     """The least prefix that pays whatever the prompt (None: none does), and the longest one measured."""
-    if file is None:
-        return None
-    exact = {str(name): least for name, least in file.exact.items()}
-    if source not in exact or not file.prefill:
+    least = next((least for name, least in file.exact.items() if name == source), None) if file else None
+    if file is None or least is None or not file.prefill:
         return None
     reach = int(file.prefill[-1][0])
-    return {"least_prefix": exact[source] if exact[source] <= reach else None, "longest": reach}
+    return {"least_prefix": least if least <= reach else None, "longest": reach}
 
 
 def _least_rate(inputs: GateInputs, decision: Decision) -> float | None:

@@ -46,11 +46,9 @@ class Preloads:
 
     def __init__(self, core: Core, depth: int, sharing: Sharing) -> None:
         self._core, self._depth, self._sharing = core, depth, sharing
-        self._wanted: dict[str, BlockWork] = {}
-        self._held: set[str] = set()  # those that loads will claim
-        # Those that somebody waits for, and of them, in order, those to be read: a load reads its own.
-        self._awaited: dict[str, int] = {}
-        self._ahead: dict[str, BlockWork] = {}
+        self._held: set[str] = set()  # what loads will claim
+        self._awaited: dict[str, BlockWork] = {}  # what requests wait for, the first wanted first
+        self._wanted: set[str] = set()  # both
         self._todo: deque[BlockWork] = deque()
         self._under_way: dict[str, tuple[Running, Transfer]] = {}
         self._failed: dict[str, float] = {}  # path -> until when it is left alone
@@ -61,21 +59,18 @@ class Preloads:
         """The whole list, in the order in which requests will want them."""
         core = self._core
         # Blocks that requests share are wanted by the first of them.
-        self._wanted = {}
-        self._ahead, self._awaited, held = {}, {}, set[str]()
+        self._awaited, held = {}, set[str]()
         for wanted in wants:
             for work in wanted.works:
                 if wanted.held:
                     held.add(work.path)
                 else:
-                    self._awaited.setdefault(work.path, len(self._awaited))
-                    if work.path not in self._wanted:
-                        self._ahead[work.path] = work
-                self._wanted.setdefault(work.path, work)
+                    self._awaited.setdefault(work.path, work)
+        self._wanted = held | self._awaited.keys()
         self._failed = {path: until for path, until in self._failed.items() if path in self._wanted}
         core.tier.wait_for_use(held - self._held, held)
         self._held = held
-        core.tier.expect(self._awaited)
+        core.tier.expect({path: place for place, path in enumerate(self._awaited)})
         core.tier.clear_shelf(self._wanted)
         for path, (run, t) in list(self._under_way.items()):
             if path not in self._wanted and t.state is LoadState.OPENED and not self._sharing.is_joined(t):
@@ -85,7 +80,7 @@ class Preloads:
     def begin(self) -> Transfer | None:
         """The next block to open, if there is one and a place for it."""
         core = self._core
-        if self._ahead and core.tier.losses != self._losses:
+        if self._awaited and core.tier.losses != self._losses:
             self._look()
         while self._todo and len(self._under_way) < self._depth:
             work = self._todo[0]
@@ -141,7 +136,9 @@ class Preloads:
             self._core.tier.clear_shelf(())
 
     def _look(self) -> None:
-        """What of the wanted is to be read."""
+        """What is to be read: a load reads its own."""
         tier = self._core.tier
         self._losses = tier.losses
-        self._todo = deque(work for path, work in self._ahead.items() if not tier.has(path))
+        self._todo = deque(
+            work for path, work in self._awaited.items() if not (path in self._held or tier.has(path))
+        )
