@@ -28,8 +28,10 @@ PIECES = {
 
 def start(given: argparse.Namespace, root: str) -> Any:
     """The engine; ours with thresholds that say never."""
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+
+    from py_kvcache.scheduler.thresholds import CHECK_EVERY_S
 
     options: dict[str, Any] = {
         "model": given.model, "load_format": given.load_format, "skip_tokenizer_init": True,
@@ -49,10 +51,16 @@ def start(given: argparse.Namespace, root: str) -> Any:
     llm = LLM(**options)
     if given.way == "ours":
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        # The engine's digest is known once its workers have reported: after a first step.
+        sampling = SamplingParams(max_tokens=1, detokenize=False)
+        llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, use_tqdm=False)
         digest = scheduler.connector.manager._names._spaces.engine()
+        if digest is None:
+            raise SystemExit("the engine has no digest after its first step")
         never = {source: [[1, 10**9]] for source in ("disk", "memory")}
         content = {"schema": "py-kvcache/thresholds/1", "engine": digest, "thresholds": never}
         path.write_text(json.dumps(content), encoding="utf-8")
+        time.sleep(CHECK_EVERY_S + 1.0)
     return llm
 
 
@@ -63,6 +71,21 @@ def watch(core: Any) -> dict[str, float]:
         found = core if owner == "core" else getattr(core, owner)
         for name in names:
             setattr(found, name, _timed(getattr(found, name), name, spent))
+    return spent
+
+
+def watch_hooks(core: Any) -> dict[str, float]:
+    """Seconds in each public method of our connector's two instances, from now on."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    spent: dict[str, float] = {}
+    for role, owner in (("scheduler", core.scheduler.connector), ("worker", get_kv_transfer_group())):
+        for name, kind in vars(KVConnectorBase_V1).items():
+            if callable(kind) and not name.startswith("_"):
+                setattr(owner, name, _timed(getattr(owner, name), f"{role}.{name}", spent))
+    executor = get_kv_transfer_group().executor
+    executor.submit_load = _timed(executor.submit_load, "submit_load", spent)
     return spent
 
 
@@ -95,16 +118,21 @@ def measure(given: argparse.Namespace) -> None:
         ask(number, 1)
     time.sleep(2.0)  # what is stored behind the answers
     spent = watch(llm.llm_engine.engine_core.engine_core)
-    report = {}
+    hooks = watch_hooks(llm.llm_engine.engine_core.engine_core) if given.way == "ours" else {}
+    report, loaded = {}, False
     for what, tokens in (("prompt", 1), ("decode_step", given.decode)):
         spent.clear()
+        hooks.clear()
         whole = sum(ask(number, tokens) for number in range(given.times))
         # Of the decoding requests the first step is the prompt's: told apart by what that cost.
-        pieces = {"whole": whole, **spent}
+        pieces = {"whole": whole, **spent, **hooks}
+        loaded = loaded or "submit_load" in hooks
         if what == "decode_step":
-            pieces = {k: (v - report["prompt"][k] * given.times / 1e3) for k, v in pieces.items()}
+            pieces = {k: (v - report["prompt"].get(k, 0.0) * given.times / 1e3) for k, v in pieces.items()}
         steps = given.times * max(1, tokens - 1)
         report[what] = {name: round(1e3 * seconds / steps, 4) for name, seconds in pieces.items()}
+    if loaded:
+        raise SystemExit("something was loaded: this is not what declining costs")
     print(json.dumps({"way": given.way, **report}), flush=True)
     os._exit(0)  # vLLM's own end takes long
 
@@ -121,6 +149,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ways", default=",".join(WAYS), help="these, one after the other")
     parser.add_argument("--way", choices=WAYS, help="only this one, in this process")
     given = parser.parse_args()
     if given.way:
@@ -130,7 +159,7 @@ def main() -> int:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
     reports = []
-    for way in WAYS:
+    for way in given.ways.split(","):
         with tempfile.TemporaryDirectory(dir=given.root) as root:
             done = subprocess.run(
                 [sys.executable, __file__, *sys.argv[1:], "--root", root, "--way", way],
