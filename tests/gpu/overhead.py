@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = ("none", "prefix", "ours")
+# by-layer: ours, but KV tensors layer by layer, as without a connector (up to vLLM 0.28 there is one slab for all).
+WAYS = ("none", "prefix", "ours", "by-layer")
+OURS = WAYS[2:]
 PIECES = {
     "core": ("preprocess_add_request",),
     "scheduler": ("schedule", "update_from_output"),
@@ -41,7 +43,11 @@ def start(given: argparse.Namespace, root: str) -> Any:
         "enable_prefix_caching": given.way == "prefix",
     }  # fmt: skip
     path = Path(root, "never.json")
-    if given.way == "ours":
+    if given.way == "by-layer":
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+        OffloadingConnector.prefer_cross_layer_blocks = property(lambda _: False)
+    if given.way in OURS:
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector="PyKvCacheConnector",
             kv_connector_module_path="py_kvcache.connector",
@@ -49,7 +55,7 @@ def start(given: argparse.Namespace, root: str) -> Any:
             kv_connector_extra_config={"root": root, "gate": "static", "thresholds": str(path)},
         )
     llm = LLM(**options)
-    if given.way == "ours":
+    if given.way in OURS:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         # The engine's digest is known once its workers have reported: after a first step.
         sampling = SamplingParams(max_tokens=1, detokenize=False)
@@ -118,7 +124,7 @@ def measure(given: argparse.Namespace) -> None:
         ask(number, 1)
     time.sleep(2.0)  # what is stored behind the answers
     spent = watch(llm.llm_engine.engine_core.engine_core)
-    hooks = watch_hooks(llm.llm_engine.engine_core.engine_core) if given.way == "ours" else {}
+    hooks = watch_hooks(llm.llm_engine.engine_core.engine_core) if given.way in OURS else {}
     report, loaded = {}, False
     for what, tokens in (("prompt", 1), ("decode_step", given.decode)):
         spent.clear()
