@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from py_kvcache.digest import SumsDigest, digest_of, new_digest
-from py_kvcache.layout import ALGO_BLAKE3, ALGO_NONE, ALGO_SUMS, ALIGN
+from py_kvcache.footer import ALGO_BLAKE3, ALGO_NONE, ALGO_SUMS
+from py_kvcache.layout import ALIGN
 
 PAGES = 70
 PAYLOAD = random.Random(1).randbytes(PAGES * ALIGN)

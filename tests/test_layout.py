@@ -1,11 +1,10 @@
-"""Names and footers: round trips, and nothing that a stranger wrote is taken for ours."""
+"""Names: round trips, and nothing that a stranger wrote is taken for ours."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from py_kvcache import layout
-from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
 
 HASHES = st.binary(min_size=8, max_size=64)
 GROUPS = st.integers(0, 2**32 - 1)
@@ -22,16 +20,6 @@ DIGESTS = st.text("0123456789abcdef", min_size=12, max_size=64)
 MODELS = st.one_of(st.text(max_size=200), st.sampled_from(["meta-llama/Llama-3.2-3B", "..", ".", "/", "-rf"]))
 HOSTS = st.one_of(st.text(max_size=100), st.sampled_from(["vllm-7d9-x2x", "a.b.example", "..", ""]))
 TOKENS = st.from_regex(r"[A-Za-z0-9_-]{1,32}", fullmatch=True)
-FOOTERS = st.builds(
-    lambda key, index, size, algorithm, digest: replace(
-        layout.make_footer(key, index, size, algorithm), digest=digest
-    ),
-    KEYS,
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 2**40),
-    st.sampled_from(sorted(layout.ALGORITHMS)),
-    st.binary(min_size=32, max_size=32),
-)
 KEY = bytes(range(32)) + (3).to_bytes(4, "big")
 NAMESPACE = "m_0123456789ab"
 
@@ -161,94 +149,6 @@ def test_a_hundred_thousand_keys_never_crowd_one_folder() -> None:
     assert max(per_folder.values()) < 10
     assert len(per_top) <= 4096
     assert max(map(len, per_top.values())) <= 256
-
-
-@given(FOOTERS)
-def test_a_footer_reads_back_as_written(footer: layout.Footer) -> None:
-    packed = layout.pack_footer(footer)
-    assert len(packed) == layout.FOOTER_BYTES
-    assert packed.startswith(layout.MAGIC)
-    assert layout.unpack_footer(memoryview(packed)) == footer
-    assert packed.startswith(layout.digest_header(footer) + footer.digest)
-
-
-@given(FOOTERS, st.integers(0, 8 * layout.FOOTER_USED_BYTES - 1))
-def test_any_flipped_bit_of_the_footer_is_noticed_and_is_proof_of_damage(
-    footer: layout.Footer, bit: int
-) -> None:
-    packed = bytearray(layout.pack_footer(footer))
-    packed[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(layout.FooterError) as caught:
-        layout.unpack_footer(packed)
-    assert caught.value.kind == "torn"
-    assert caught.value.fault in PROOF_OF_DAMAGE
-
-
-@given(st.binary(min_size=1, max_size=600).filter(lambda b: any(b) and layout.MAGIC not in b), st.booleans())
-def test_strange_bytes_are_a_foreign_file_and_no_proof_of_damage(some: bytes, at_end: bool) -> None:
-    data = some.rjust(4096, b"\0") if at_end else some.ljust(4096, b"\0")
-    with pytest.raises(layout.FooterError) as caught:
-        layout.unpack_footer(data)
-    assert caught.value.kind == "absent"
-    assert caught.value.fault not in PROOF_OF_DAMAGE
-
-
-def test_an_all_zero_footer_is_damage() -> None:
-    with pytest.raises(layout.FooterError) as caught:
-        layout.unpack_footer(bytes(4096))
-    assert (caught.value.kind, caught.value.fault in PROOF_OF_DAMAGE) == ("zero", True)
-
-
-def test_zeros_with_one_late_byte_are_foreign() -> None:
-    with pytest.raises(layout.FooterError) as caught:
-        layout.unpack_footer(bytes(4095) + b"x")
-    assert caught.value.kind == "absent"
-
-
-@pytest.mark.parametrize("size", [0, 1, 511, 512, 4095, 4097])
-def test_a_footer_of_another_length_is_no_footer(size: int) -> None:
-    packed = layout.pack_footer(layout.make_footer(KEY, 0, 100)) + b"\0"
-    with pytest.raises(layout.FooterError) as caught:
-        layout.unpack_footer(packed[:size])
-    assert caught.value.kind == "absent"
-
-
-@pytest.mark.parametrize("change", [{"version": 2}, {"algorithm": 7}])
-def test_a_newer_footer_is_left_alone(change: dict[str, int]) -> None:
-    newer = replace(layout.make_footer(KEY, 0, 100), **change)  # type: ignore[arg-type]
-    with pytest.raises(layout.FooterError) as caught:
-        layout.unpack_footer(layout.pack_footer(newer))
-    assert caught.value.kind == "version"
-    assert caught.value.fault not in PROOF_OF_DAMAGE
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"padded_bytes": 100}, {"digest": b"short"}, {"key": b"short"}, {"index": -1}, {"version": 1 << 16}],
-)
-def test_a_footer_whose_fields_do_not_fit_is_not_written(change: dict[str, object]) -> None:
-    footer = replace(layout.make_footer(KEY, 0, 100), **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError):
-        layout.pack_footer(footer)
-
-
-def test_a_footer_belongs_to_one_key_and_one_length() -> None:
-    footer = layout.make_footer(KEY, 5, 5000)
-    assert layout.check_footer(footer, KEY, 5000) is None
-    assert layout.check_footer(footer, KEY[:-1] + b"\4", 5000) is Fault.WRONG_KEY
-    assert layout.check_footer(footer, KEY, 5001) is Fault.WRONG_KEY
-    assert layout.check_footer(footer, KEY[1:], 5000) is Fault.WRONG_KEY
-
-
-def test_the_digest_covers_key_index_and_lengths() -> None:
-    footer = layout.make_footer(KEY, 5, 5000)
-    others = (
-        replace(footer, key=KEY[1:]),
-        replace(footer, index=6),
-        replace(footer, payload_bytes=5001),
-        replace(footer, algorithm=layout.ALGO_NONE),
-    )
-    assert len({layout.digest_header(f) for f in (footer, *others)}) == 5
 
 
 def test_config_is_readable_sorted_and_the_first_writer_wins(tmp_path: Path) -> None:

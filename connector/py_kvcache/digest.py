@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from blake3 import blake3
 
-from py_kvcache.layout import ALGO_BLAKE3, ALGO_SUMS, ALIGN
+from py_kvcache.footer import ALGO_BLAKE3, ALGO_SUMS
+from py_kvcache.layout import ALIGN
 
 WORDS = ALIGN // 8  # in a row
 

@@ -7,7 +7,7 @@ from typing import Any
 from py_kvcache import namespace, vllm_api
 from py_kvcache.adapters import ADAPTERS
 from py_kvcache.config import Config
-from py_kvcache.layout import ALGO_SUMS, ALGORITHMS
+from py_kvcache.footer import ALGO_SUMS, ALGORITHMS
 from py_kvcache.scheduler.manager import Manager
 from py_kvcache.worker.executor import Executor
 

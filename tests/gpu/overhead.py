@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# by-layer: ours, but KV tensors layer by layer, as without a connector (up to vLLM 0.28 there is one slab for all).
+# by-layer: ours, KV tensors as without a connector: layer by layer (up to vLLM 0.28 one slab has all), NHD.
 WAYS = ("none", "prefix", "ours", "by-layer")
 OURS = WAYS[2:]
 PIECES = {
@@ -47,6 +47,7 @@ def start(given: argparse.Namespace, root: str) -> Any:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
         OffloadingConnector.prefer_cross_layer_blocks = property(lambda _: False)
+        OffloadingConnector.get_required_kvcache_layout = classmethod(lambda *_: None)
     if given.way in OURS:
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector="PyKvCacheConnector",

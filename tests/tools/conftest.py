@@ -12,6 +12,7 @@ import pytest
 
 from py_kvcache import layout
 from py_kvcache.digest import digest_of
+from py_kvcache.footer import ALGO_NONE, ALGO_SUMS, digest_header, make_footer, pack_footer
 
 
 class Root:
@@ -38,7 +39,7 @@ class Root:
         group: int = 0,
         payload_bytes: int = 10_000,
         index: int = 0,
-        algorithm: int = layout.ALGO_SUMS,
+        algorithm: int = ALGO_SUMS,
     ) -> Path:
         """Store one valid block of random bytes."""
         key = self._random.randbytes(32) + group.to_bytes(4, "big")
@@ -49,10 +50,10 @@ class Root:
 
     def content(self, key: bytes, payload_bytes: int = 10_000, index: int = 0, algorithm: int = 1) -> bytes:
         payload = self._random.randbytes(payload_bytes).ljust(layout.padded(payload_bytes), b"\0")
-        footer = layout.make_footer(key, index, payload_bytes, algorithm)
-        if algorithm != layout.ALGO_NONE:
-            footer = replace(footer, digest=digest_of(algorithm, payload, layout.digest_header(footer)))
-        return payload + layout.pack_footer(footer)
+        footer = make_footer(key, index, payload_bytes, algorithm)
+        if algorithm != ALGO_NONE:
+            footer = replace(footer, digest=digest_of(algorithm, payload, digest_header(footer)))
+        return payload + pack_footer(footer)
 
     def temporary(self, beside: Path, *, age_s: float = 0.0) -> Path:
         path = Path(layout.temp_path(str(beside), hostname="node-1", pid=42, token=f"t{age_s:.0f}"))

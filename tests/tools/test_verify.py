@@ -14,6 +14,7 @@ import pytest
 
 from py_kvcache import layout
 from py_kvcache.errors import ConfigError, RootError
+from py_kvcache.footer import ALGO_BLAKE3, ALGO_NONE, ALGO_SUMS
 from py_kvcache.tools import blockcheck, verify
 from py_kvcache.tools.blockcheck import Check, Verdict
 from py_kvcache.tools.verify import verify_root
@@ -123,7 +124,7 @@ def test_a_block_of_a_newer_version_is_left_alone(root: Any, monkeypatch: pytest
     assert report.verdicts == {"newer": 1}
 
 
-@pytest.mark.parametrize("algorithm", [layout.ALGO_BLAKE3, layout.ALGO_SUMS])
+@pytest.mark.parametrize("algorithm", [ALGO_BLAKE3, ALGO_SUMS])
 def test_the_digest_that_a_footer_names_is_the_one_checked(root: Any, algorithm: int) -> None:
     space = root.namespace()
     root.block(space, algorithm=algorithm)
@@ -135,7 +136,7 @@ def test_the_digest_that_a_footer_names_is_the_one_checked(root: Any, algorithm:
 
 
 def test_a_block_stored_without_checksum_is_said_to_be_unchecked(root: Any) -> None:
-    root.block(root.namespace(), algorithm=layout.ALGO_NONE)
+    root.block(root.namespace(), algorithm=ALGO_NONE)
     report = run(root)
     assert report.verdicts == {"unchecked": 1}
     assert report.is_good

@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from py_kvcache.digest import digest_of
 from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
-from py_kvcache.layout import (
-    ALGO_NONE,
-    ALGO_SUMS,
-    FOOTER_BYTES,
-    FOOTER_USED_BYTES,
-    digest_header,
-    file_bytes,
-    padded,
-    unpack_footer,
-)
+from py_kvcache.footer import ALGO_NONE, ALGO_SUMS, FOOTER_USED_BYTES, digest_header, unpack_footer
+from py_kvcache.layout import FOOTER_BYTES, file_bytes, padded
 from py_kvcache.worker.checksum import Checksummer, seal_block, verify_block
 
 KEY = bytes(range(32)) + bytes(4)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
-from py_kvcache.layout import FOOTER_BYTES, file_bytes, make_footer, pack_footer, padded
+from py_kvcache.footer import make_footer, pack_footer
+from py_kvcache.layout import FOOTER_BYTES, file_bytes, padded
 from py_kvcache.worker.checksum import seal_block
 from py_kvcache.worker.fileops import FileOps
 from py_kvcache.worker.quarantine import MAX_UNLINKS, WINDOW_S, Quarantine

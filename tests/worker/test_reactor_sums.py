@@ -7,7 +7,8 @@ from worker_doubles import FILE, PAYLOAD, payload_of
 
 from py_kvcache.digest import digest_of
 from py_kvcache.errors import Fault
-from py_kvcache.layout import ALGO_BLAKE3, ALGO_NONE, FOOTER_BYTES, digest_header, make_footer, pack_footer
+from py_kvcache.footer import ALGO_BLAKE3, ALGO_NONE, digest_header, make_footer, pack_footer
+from py_kvcache.layout import FOOTER_BYTES
 from py_kvcache.worker.checksum import verify_block
 
 

@@ -24,14 +24,14 @@ import numpy as np
 from py_kvcache.bench.serve_worker import Emit, die_with_parent, open_events
 from py_kvcache.config import Config, parse_config
 from py_kvcache.errors import KvCacheError
-from py_kvcache.layout import (
+from py_kvcache.footer import unpack_footer
+from py_kvcache.layout import (  # fmt: skip
     FOOTER_BYTES,
     file_bytes,
     parse_block_path,
     parse_namespace_dir,
     read_config,
-    unpack_footer,
-)  # fmt: skip
+)
 from py_kvcache.worker import assembly
 from py_kvcache.worker.device import regions_of
 from py_kvcache.worker.jobs import BlockWork, Job, JobResult, Kind

@@ -14,6 +14,7 @@ from enum import Enum
 from py_kvcache import layout
 from py_kvcache.digest import Digest, new_digest
 from py_kvcache.errors import Fault
+from py_kvcache.footer import Footer, FooterError, digest_header, unpack_footer
 from py_kvcache.tools.scan import open_parent
 
 CHUNK = 4 << 20
@@ -126,8 +127,8 @@ def _judge(
     try:
         if len(raw) != layout.FOOTER_BYTES:
             return Check(Verdict.VANISHED)  # truncated under our eyes: judge it next time
-        footer = layout.unpack_footer(raw)
-    except layout.FooterError as error:
+        footer = unpack_footer(raw)
+    except FooterError as error:
         if error.kind == "version":
             return Check(Verdict.NEWER, error.fault, str(error), inode=inode)
         if error.kind == "absent":
@@ -170,8 +171,8 @@ def _wrong_size(
         if expected < size:
             raw = reader.read(expected - layout.FOOTER_BYTES, layout.FOOTER_BYTES)
             try:
-                layout.unpack_footer(raw)
-            except layout.FooterError:
+                unpack_footer(raw)
+            except FooterError:
                 continue
             return damaged
     impossible = size % layout.ALIGN or size < layout.FOOTER_BYTES
@@ -184,7 +185,7 @@ def _wrong_size(
 
 def _check_digest(
     reader: _Reader,
-    footer: layout.Footer,
+    footer: Footer,
     digest: Digest,
     inode: tuple[int, int],
     on_bytes: Callable[[int], None],
@@ -197,7 +198,7 @@ def _check_digest(
         digest.update(chunk)
         offset += len(chunk)
         on_bytes(len(chunk))
-    digest.update(layout.digest_header(footer))
+    digest.update(digest_header(footer))
     on_bytes(layout.FOOTER_BYTES)
     total = offset + layout.FOOTER_BYTES
     if digest.digest() != footer.digest:

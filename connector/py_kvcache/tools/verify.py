@@ -18,6 +18,7 @@ from typing import Any
 
 from py_kvcache import layout
 from py_kvcache.errors import PROOF_OF_DAMAGE
+from py_kvcache.footer import FooterError, unpack_footer
 from py_kvcache.tools.blockcheck import Check, StopError, Verdict, check_block, new_buffer
 from py_kvcache.tools.inspection import ConfigState
 from py_kvcache.tools.scan import (
@@ -146,7 +147,7 @@ class _Run:
         if group.sizes or group.tries >= SIZE_TRIES or entry.size % layout.ALIGN or not entry.size:
             return
         group.tries += 1
-        with suppress(OSError, layout.FooterError):
+        with suppress(OSError, FooterError):
             parent = open_parent(self.root_fd, entry.path)
             try:
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -157,7 +158,7 @@ class _Run:
                 raw = os.pread(fd, layout.FOOTER_BYTES, entry.size - layout.FOOTER_BYTES)
             finally:
                 os.close(fd)
-            if layout.file_bytes(layout.unpack_footer(raw).payload_bytes) == entry.size:
+            if layout.file_bytes(unpack_footer(raw).payload_bytes) == entry.size:
                 group.sizes.add(entry.size)
 
     # ---- second walk

@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING
 
 from py_kvcache.digest import BlockSums, digest_of, digest_of_sums
 from py_kvcache.errors import Fault
-from py_kvcache.layout import (
+from py_kvcache.footer import (
     ALGO_NONE,
     ALGO_SUMS,
-    FOOTER_BYTES,
     Footer,
     FooterError,
     check_footer,
     digest_header,
-    file_bytes,
     make_footer,
     pack_footer,
-    padded,
     unpack_footer,
 )
+from py_kvcache.layout import FOOTER_BYTES, file_bytes, padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable

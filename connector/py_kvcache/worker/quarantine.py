@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from py_kvcache.digest import new_digest
 from py_kvcache.errors import PROOF_OF_DAMAGE, Fault
-from py_kvcache.layout import FOOTER_BYTES, digest_header, file_bytes, padded
+from py_kvcache.footer import digest_header
+from py_kvcache.layout import FOOTER_BYTES, file_bytes, padded
 from py_kvcache.worker.checksum import read_footer
 
 if TYPE_CHECKING:
