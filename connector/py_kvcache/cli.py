@@ -217,7 +217,7 @@ def verify(
 
 @app.command(
     epilog="Examples:\n\n"
-    "`py-kvcache explain --prompt 40000 --hit 39936 --token-bytes 114688 --rate 7e9 "
+    "`py-kvcache explain --prompt 40000 --hit 39936 --token-bytes 114688 --rate 7e9 --latency 0.03 "
     "--prefill 0=0,10000=0.13,40000=0.81`"
     "\n\n`py-kvcache explain --gate static --thresholds thresholds.json --prompt 8000 --hit 6400 --json`"
 )
@@ -230,13 +230,18 @@ def explain(
     token_bytes: Annotated[int, typer.Option(min=0, help="KV bytes of a token, per rank.")] = 0,
     rate: Annotated[float, typer.Option(min=0.0, help="Bytes a second from there; 0 = unknown.")] = 0.0,
     queued: Annotated[int, typer.Option(min=0, help="Bytes that are to be loaded before.")] = 0,
-    latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a load beside its bytes.")] = 0.0,
+    latency: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of a load beside its bytes (H200: 0.01 to 0.04).")
+    ] = 0.0,
     prefill: Annotated[
         str, typer.Option(metavar="N=S,...", help="Seconds to compute N tokens; else from --thresholds.")
     ] = "",
     thresholds: Annotated[
         str, typer.Option(metavar="FILE", help="thresholds.json, or a folder of them.")
     ] = "",
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block: the connector's setting.")
+    ] = 256,
     as_json: Json = False,
 ) -> None:
     """Tell whether a hit is worth loading, what it costs and saves, and from which rate or length on it pays.
@@ -250,8 +255,9 @@ def explain(
     with failures(tool.SCHEMA, as_json):
         points = tool.parse_points(prefill) if prefill else ()
         question = tool.Question(
-            gate, prompt, hit, gpu, token_bytes, rate, queued, latency, source.value, points, thresholds
-        )
+            gate, prompt, hit, gpu, token_bytes, rate, queued, latency, source.value, points, thresholds,
+            block_tokens,
+        )  # fmt: skip
         report = tool.explain(question)
         answer(lambda: tool.as_json(report), as_json, lambda console: explain_view.show(report, console))
 

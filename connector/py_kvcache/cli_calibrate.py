@@ -94,7 +94,10 @@ def calibrate_verify(
     root: BenchRoot = "",
     engine: EngineOptions = "{}",
     settings: Settings = "{}",
-    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Times each is computed and loaded.")] = 7,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, max=1000, help="Times each is computed and loaded (--prompts: twice at most)."),
+    ] = 7,
     prompts: Annotated[int, typer.Option(min=0, help="Also try so many prefixes of random lengths.")] = 0,
     as_json: Json = False,
 ) -> None:

@@ -42,12 +42,12 @@ GATE = _counter(
 )
 HIT_TOKENS = _counter("hit_tokens", "Prompt tokens loaded instead of computed, by tier.", "tier")
 MISSED_TOKENS = _counter("missed_tokens", "Prompt tokens that neither the engine nor the cache had.")
-LOAD_BYTES = _counter("load_bytes", "Bytes read from files and copied to the device.")
+LOAD_BYTES = _counter("load_bytes", "Bytes loaded into the KV cache, from files or from memory.")
 LOAD_BLOCKS = _counter("load_blocks", "Storage blocks loaded.")
 LOADS_WITHOUT_READ = _counter(
     "loads_without_read",
-    "Storage blocks loaded without a read of their own, by how (memory: kept from before; joined: one read "
-    "served several requests).",
+    "Storage blocks loaded without a read of their own, by how (memory: there already, kept or preloaded; "
+    "joined: one read served several requests).",
     "how",
 )
 PRELOADS = _counter(
@@ -95,7 +95,9 @@ FALLBACK = Metric(
     PREFIX + "fallback", Kind.FLAG, "1 while a slower way is used (threads, buffered).", ("mode",)
 )
 STORES_PAUSED = Metric(
-    PREFIX + "stores_paused", Kind.FLAG, "1 while stores are paused (volume full or read-only)."
+    PREFIX + "stores_paused",
+    Kind.FLAG,
+    "1 while stores are paused (volume full or read-only, daily budget spent).",
 )
 DISABLED = Metric(
     PREFIX + "disabled",

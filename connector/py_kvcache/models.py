@@ -206,10 +206,18 @@ def read_text(path: str, most_bytes: int) -> bytes:
     """A regular file's content, one byte more than ``most_bytes`` at most. Raises ConfigError, OSError."""
     # Without O_NONBLOCK opening a FIFO would wait for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise ConfigError(
+                f"{path} is a folder: give a file in it, or set {NODE_VARIABLE} to the name of this node's"
+            )
+        if not stat.S_ISREG(mode):
             raise ConfigError(f"{path} is no ordinary file; give the file that calibration has written")
-        text = file.read(most_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(text) > most_bytes:
         raise ConfigError(
             f"{path} has more than {most_bytes} bytes; give the file that calibration has written"

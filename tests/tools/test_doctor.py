@@ -560,6 +560,8 @@ def test_a_root_that_is_not_there_is_a_note_since_its_volume_may_not_be_mounted(
         ({"memory_bytes": 10**9, "memory_tier": "none"}, "memory_bytes does nothing"),
         ({"memory_bytes": 10**15}, "more than this machine's memory"),
         ({"preload": "on"}, "preload does nothing"),
+        ({"preload": "on", "preload_bytes": 10**9}, "preload and preload_bytes do nothing"),
+        ({"memory_bytes": 10**9, "preload_bytes": 10**10}, "preload_bytes is more than memory_bytes"),
         ({"preload_bytes": 10**9}, "preload_bytes does nothing"),
         ({"gate": "static"}, "loads every hit"),
         ({"gate": "static", "thresholds": "/none/t.json"}, "/none/t.json"),

@@ -39,9 +39,22 @@ def test_at_the_least_rate_that_it_names_the_decision_turns():
 def test_from_the_shortest_hit_that_it_names_on_hits_are_loaded():
     least = told(*BASE, "--rate", "7e9")["least_hit_tokens"]
     assert 10_000 < least < 40_000
-    for hit, loads in ((least - 64, False), (least, True)):
+    assert least % 256 == 0
+    for hit, loads in ((least - 256, False), (least, True)):
         more = [part if part != "40000" else str(hit) for part in BASE[2:4]]
         assert told(*BASE[:2], *more, *BASE[4:], "--rate", "7e9")["load"] is loads
+
+
+def test_only_whole_blocks_are_a_prefix_that_can_be_loaded():
+    for block in (64, 1000):
+        least = told(*BASE, "--rate", "7e9", "--gpu", "300", "--block-tokens", str(block))["least_hit_tokens"]
+        assert least % block == 0 and least > 300
+
+
+def test_a_hit_that_the_gpu_has_whole_leaves_nothing_to_load():
+    done = explain("--prompt", "900", "--hit", "512", "--gpu", "512", "--token-bytes", "9", "--rate", "1e9",
+                   "--prefill", PREFILL)  # fmt: skip
+    assert "compute: there is nothing to load" in done.stdout
 
 
 def test_what_is_not_known_is_said_so():
@@ -97,12 +110,23 @@ def test_what_a_calibration_found_for_every_prompt_is_told(
         (("--prompt", "10", "--hit", "5", "--gpu", "6"), "--gpu <= --hit <= --prompt"),
         (("--prompt", "10", "--hit", "5", "--prefill", "1024"), "no points such as"),
         (("--prompt", "10", "--hit", "5", "--prefill", "1=1"), "two points"),
-        (("--prompt", "10", "--hit", "5", "--thresholds", "/none/t.json"), "/none/t.json"),
+        (
+            ("--prompt", "10", "--hit", "5", "--thresholds", "/none/t.json"),
+            "/none/t.json: No such file or directory [ENOENT]; give",
+        ),
+        (
+            ("--prompt", "10", "--hit", "5", "--thresholds", "/tmp"),
+            "/tmp is a folder: give a file in it, or set NODE_NAME",
+        ),
+        (
+            ("--prompt", "10", "--hit", "5", "--prefill", "5=0.5,9=0.1"),
+            "9 tokens cannot take less (0.1 s) than 5",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(more: tuple[str, ...], part: str):
     done = explain(*more)
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert part in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
 

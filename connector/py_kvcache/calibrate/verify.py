@@ -15,7 +15,7 @@ from py_kvcache.models import Source, Thresholds
 
 SCHEMA: Final = "py-kvcache.calibrate.verify/1"
 ROUNDS: Final = 7
-_PROMPT_ROUNDS = 2
+_PROMPT_ROUNDS = 2  # at most
 _CLOSE = 0.05  # of the time to compute: differences below it may be either
 
 
@@ -64,6 +64,7 @@ def run(
     """Measure; the report, ready for JSON.
 
     Args:
+        rounds: measurements of each side of a threshold; of a random prefix at most two.
         prompts: so many prefixes of random lengths are tried besides, for each source.
 
     Raises:
@@ -97,7 +98,8 @@ def run(
                     tried: list[Prompt] = []
                     for prefix in draw(threshold, config.block_tokens, longest, prompts):
                         tell(f"{prefix} tokens from {source}, of {prompts} prompts")
-                        check = _check(asked, source, prefix, prefix >= threshold, _PROMPT_ROUNDS)
+                        few = min(rounds, _PROMPT_ROUNDS)
+                        check = _check(asked, source, prefix, prefix >= threshold, few)
                         tried.append(Prompt(prefix, check.compute_s, check.load_s))
                         done += 1
                     regrets[source] = regret(tried, threshold)

@@ -107,7 +107,7 @@ def check_ring(ring: RingProbe, disabled: str, seccomp: bool) -> Check:
 def check_memlock(limit: int, ring: RingProbe) -> Check:
     """Rings count against it before Linux 5.12; memory that the CUDA driver pins does not."""
     unlimited = limit == resource.RLIM_INFINITY
-    text = f"locked memory limit {'none' if unlimited else human_bytes(limit)}"
+    text = f"locked memory limit {'none' if unlimited else human_bytes(limit)}; what CUDA pins does not count"
     data = {"limit_bytes": None if unlimited else limit}
     if not ring.ok and "ENOMEM" in ring.reason:
         remedy = "raise it: ulimit -l unlimited (LimitMEMLOCK=infinity in the container runtime's unit)"

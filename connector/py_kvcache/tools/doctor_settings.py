@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from py_kvcache import layout
 from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.tools.checks import Check, Status
+from py_kvcache.tools.show import human_bytes
 
 _EXTRA = "kv_connector_extra_config"
 # What stands around it in --kv-transfer-config.
@@ -99,6 +100,7 @@ def read(root: str, config: Mapping[str, Any] | None) -> tuple[Settings, list[Ch
     else:
         found, problem = _parse(config if "root" in config else {**config, "root": root})
         checks = [_verdict(config, root, found is None and not problem)]
+        checks += _pinned(found)
         checks += [Check("settings", Status.NOTE, text, "") for text in without_effect(found, config)]
     if problem:
         remedy = "correct the setting (the checks below use the defaults)"
@@ -106,6 +108,20 @@ def read(root: str, config: Mapping[str, Any] | None) -> tuple[Settings, list[Ch
     if found is None:
         return Settings(), checks
     return Settings(found.ring, found.direct_io, found.dir_mode, found.store_stop_at), checks
+
+
+def _pinned(found: Any) -> Iterator[Check]:
+    """What each worker pins, as far as the settings tell: a block's bytes are the model's."""
+    if found is None:
+        return
+    slots = found.io_depth + found.copy_headroom
+    tier = found.memory_bytes if found.memory_tier != "none" else 0
+    staging = (
+        f"{slots} blocks of staging" if found.staging_bytes is None else human_bytes(found.staging_bytes)
+    )
+    text = f"each worker pins {staging}" + (f" and {human_bytes(tier)} of memory tier" if tier else "")
+    data = {"staging_blocks": slots, "staging_bytes": found.staging_bytes, "memory_bytes": tier}
+    yield Check("pinned memory", Status.OK, text, data=data)
 
 
 def _parse(config: Mapping[str, Any]) -> tuple[Any, str]:
@@ -127,10 +143,15 @@ def without_effect(found: Any, config: Mapping[str, Any]) -> Iterator[str]:
     if found.memory_bytes and found.memory_tier == "none":
         yield "memory_bytes does nothing: memory_tier is none"
     if found.memory_bytes and (total := _memory_bytes()) and found.memory_bytes > total:
-        yield f"memory_bytes is more than this machine's memory ({total / 1e9:.0f} GB)"
+        yield (
+            f"memory_bytes is more than this machine's memory ({total / 1e9:.0f} GB): vLLM would not "
+            "start here; lower it, unless vLLM runs elsewhere"
+        )
+    if found.memory_bytes and (found.preload_bytes or 0) > found.memory_bytes:
+        yield "preload_bytes is more than memory_bytes: preloads may take all of it"
     named = [name for name in ("preload", "preload_bytes", "memory_tier") if name in config]
     if named and not found.memory_bytes and found.preload != "off" and found.memory_tier != "none":
-        yield f"{' and '.join(named)} does nothing: memory_bytes is 0"
+        yield f"{' and '.join(named)} {'do' if named[1:] else 'does'} nothing: memory_bytes is 0"
     if found.gate == "static" and not found.thresholds:
         yield "gate=static loads every hit: thresholds is not set"
     if found.gate != "off" and found.thresholds:

@@ -5,9 +5,11 @@ The decision is the gate's own (scheduler/policy.py).
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 from py_kvcache.curves import Curve
@@ -24,6 +26,7 @@ class Question:
 
     Attributes:
         prefill: points (tokens, seconds) of computing a prompt; from thresholds.json where empty.
+        block_tokens: only whole blocks of so many are stored, and loaded.
     """
 
     mode: Mode
@@ -37,6 +40,7 @@ class Question:
     source: str
     prefill: tuple[tuple[float, float], ...] = ()
     thresholds: str = ""
+    block_tokens: int = 256
 
 
 def parse_points(text: str) -> tuple[tuple[float, float], ...]:
@@ -45,13 +49,18 @@ def parse_points(text: str) -> tuple[tuple[float, float], ...]:
         pairs = [part.partition("=")[::2] for part in text.split(",") if part]
         points = tuple((float(tokens), float(seconds)) for tokens, seconds in pairs)
         Curve(points)
+        for (tokens, less), (more_tokens, seconds) in pairwise(points):
+            if seconds < less:
+                raise ValueError(
+                    f"{more_tokens:g} tokens cannot take less ({seconds:g} s) than {tokens:g} ({less:g} s)"
+                )
     except ValueError as error:
         raise ConfigError(f"{text[:60]!r} are no points such as 1024=0.05,8192=0.4: {error}") from None
     return points
 
 
 def explain(question: Question) -> dict[str, Any]:
-    """The decision with its numbers. Raises ConfigError, OSError."""
+    """The decision with its numbers. Raises ConfigError."""
     if not question.gpu_tokens <= question.hit_tokens <= question.prompt_tokens:
         raise ConfigError("a hit lies between what the GPU has and the prompt: --gpu <= --hit <= --prompt")
     if question.mode is Mode.ADAPTIVE and question.bytes_per_s and not question.token_bytes:
@@ -59,9 +68,7 @@ def explain(question: Question) -> dict[str, Any]:
             "--token-bytes is missing: KV bytes of one token on one rank, 2 x layers x KV heads x head size "
             "x bytes of a number / tensor-parallel size"
         )
-    file: Thresholds | None = None
-    if question.thresholds:
-        file = read_thresholds(thresholds_path(question.thresholds))
+    file = _read(question.thresholds) if question.thresholds else None
     prefill = Curve(question.prefill) if question.prefill else file.curve() if file else None
     inputs = GateInputs(
         question.prompt_tokens,
@@ -91,6 +98,16 @@ def explain(question: Question) -> dict[str, Any]:
     }
 
 
+def _read(given: str) -> Thresholds:
+    path = thresholds_path(given)
+    try:
+        return read_thresholds(path)
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "")
+        remedy = "give the thresholds.json that `py-kvcache calibrate fit` wrote"
+        raise ConfigError(f"{path}: {error.strerror} [{name}]; {remedy}") from None
+
+
 def _table(file: Thresholds | None, source: str) -> Table | None:
     tables = file.thresholds.items() if file else ()
     return next((table for name, table in tables if name == source), None)
@@ -114,8 +131,9 @@ def _least_rate(inputs: GateInputs, decision: Decision) -> float | None:
 
 
 def _least_hit(question: Question, inputs: GateInputs) -> int | None:
-    """The shortest prefix of this prompt that would be loaded, in steps of 64 tokens; None if none would."""
-    for hit in range(question.gpu_tokens + 64, question.prompt_tokens + 1, 64):
+    """The shortest prefix of this prompt that would be loaded, in whole blocks; None if none would."""
+    block = question.block_tokens
+    for hit in range((question.gpu_tokens // block + 1) * block, question.prompt_tokens + 1, block):
         load_bytes = (hit - question.gpu_tokens) * question.token_bytes
         if decide(question.mode, replace(inputs, hit_tokens=hit, load_bytes=load_bytes)).load:
             return hit
