@@ -11,6 +11,7 @@ from py_kvcache.calibrate.visits import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     Seen,
+    end_of_storage,
     first_grid,
     next_prefix,
     suffix_points,
@@ -99,6 +100,12 @@ def test_no_visit_is_begun_that_the_time_would_not_do_for():
     assert sum(world.costs[prefix] for prefix in world.visits) <= 21
     assert not World(flat_load, 0.01).seen
     assert next_prefix({}, (BLOCK,), BLOCK, 0.5, {BLOCK: 0.6}) is None
+
+
+def test_memory_gets_its_turn_after_an_engine_that_starts_as_slowly_as_the_first():
+    assert end_of_storage(now=40, last=100, start_s=20, share=0.25) == 40 + 0.75 * 40
+    assert end_of_storage(now=80, last=100, start_s=80, share=0.25) == 90, "half of what is left at least"
+    assert end_of_storage(now=120, last=100, start_s=80, share=0.25) == 120
 
 
 def test_the_grid_goes_from_one_block_to_the_longest_prefix_that_fits():

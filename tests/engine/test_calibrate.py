@@ -42,7 +42,7 @@ def config(tiny: str, folder: Path, settings: dict[str, Any] | None = None, **mo
 @pytest.fixture(scope="module")
 def measured(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Calibration]:
     folder = tmp_path_factory.mktemp("calibration")
-    return folder, measure.run(config(tiny, folder, {"memory_bytes": 64 << 20}, budget_s=100, longest=900))
+    return folder, measure.run(config(tiny, folder, {"memory_bytes": 64 << 20}, budget_s=120, longest=900))
 
 
 def test_computing_and_both_sources_are_measured_at_several_lengths(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from py_kvcache import layout
+from py_kvcache import footer, layout
 from py_kvcache.errors import ConfigError, RootError
 from py_kvcache.footer import ALGO_BLAKE3, ALGO_NONE, ALGO_SUMS
 from py_kvcache.tools import blockcheck, verify
@@ -116,7 +116,7 @@ def test_another_programs_cache_on_the_same_volume_is_no_problem(root: Any) -> N
 
 def test_a_block_of_a_newer_version_is_left_alone(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = root.block(root.namespace())
-    monkeypatch.setattr(layout, "VERSION", 2)
+    monkeypatch.setattr(footer, "VERSION", 2)
     newer.write_bytes(root.content(layout.parse_block_path(str(newer)).key))  # type: ignore[union-attr]
     monkeypatch.undo()
     report = run(root, delete=True)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from py_kvcache.bench.hostfacts import gpu_facts, versions
 from py_kvcache.bench.workspace import Progress, machine, no_progress, workspace
 from py_kvcache.calibrate.asked import Asked, MeasureConfig, Timed, asked_engine
-from py_kvcache.calibrate.visits import Seen, first_grid, next_prefix, suffix_points
+from py_kvcache.calibrate.visits import Seen, end_of_storage, first_grid, next_prefix, suffix_points
 from py_kvcache.errors import ConfigError
 from py_kvcache.models import CALIBRATION_SCHEMA, Calibration, Sample, SampleSet, read_calibration
 
@@ -50,9 +50,8 @@ class _Measurement:
     def __init__(self, config: MeasureConfig, path: Path, on_progress: Progress) -> None:
         self._config, self._path, self._on_progress = config, path, on_progress
         self._last = time.monotonic() + config.budget_s
-        # Until when storage is measured: memory must get its turn.
-        share = _MEMORY_SHARE if config.settings.get("memory_bytes") else 0.0
-        self._end = self._last - share * config.budget_s
+        self._share = _MEMORY_SHARE if config.settings.get("memory_bytes") else 0.0
+        self._end = self._last
         self._samples: dict[int, list[Sample]] = {number: [] for number in config.concurrency}
         self._skipped: list[str] = []
         self._facts: dict[str, Any] = {}
@@ -106,7 +105,11 @@ class _Measurement:
 
     def from_disk(self, folder: str) -> None:
         """Curves of computing and of loading from storage, and the checks of suffixes."""
+        began = time.monotonic()
         with asked_engine(self._config, folder, {"memory_bytes": 0}, self._tell) as asked:
+            now = time.monotonic()
+            if self._share:
+                self._end = end_of_storage(now, self._last, now - began, self._share)
             self._learn_engine(asked)
             for number in self._config.concurrency:
                 self._set(asked, number)

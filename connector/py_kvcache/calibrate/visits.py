@@ -50,6 +50,18 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.median(abs(value - middle) for value in values) / math.sqrt(len(values))
 
 
+def end_of_storage(now: float, last: float, start_s: float, share: float) -> float:
+    """Until when loads from storage are measured, so that memory gets its turn; all in seconds.
+
+    Args:
+        last: when the budget ends.
+        start_s: what the engine took to start; memory is measured with another one, which takes as long.
+        share: memory's, of the time in which anything is measured.
+    """
+    left = max(0.0, last - now)
+    return now + max(left / 2, (1 - share) * (left - start_s))
+
+
 def first_grid(block: int, longest: int, count: int = GRID) -> tuple[int, ...]:
     """Prefix lengths from one block to ``longest`` tokens, whole blocks, about evenly spaced by ratio.
 
