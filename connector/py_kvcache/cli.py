@@ -255,8 +255,8 @@ def explain(
     with failures(tool.SCHEMA, as_json):
         points = tool.parse_points(prefill) if prefill else ()
         question = tool.Question(
-            gate, prompt, hit, gpu, token_bytes, rate, queued, latency, source.value, points, thresholds,
-            block_tokens,
+            gate, prompt, hit, gpu, token_bytes, rate, queued, latency, source.value, block_tokens,
+            points, thresholds,
         )  # fmt: skip
         report = tool.explain(question)
         answer(lambda: tool.as_json(report), as_json, lambda console: explain_view.show(report, console))

@@ -25,7 +25,7 @@ from py_kvcache.bench.serve_worker import Emit, die_with_parent, open_events
 from py_kvcache.config import Config, parse_config
 from py_kvcache.errors import KvCacheError
 from py_kvcache.footer import unpack_footer
-from py_kvcache.layout import (  # fmt: skip
+from py_kvcache.layout import (
     FOOTER_BYTES,
     file_bytes,
     parse_block_path,

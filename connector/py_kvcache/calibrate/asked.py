@@ -13,6 +13,7 @@ from typing import Any, Final
 from py_kvcache.bench.asking import AskedEngine
 from py_kvcache.bench.serve_config import ServeConfig
 from py_kvcache.bench.variants import parse_systems
+from py_kvcache.config import DEFAULT_BLOCK_TOKENS
 from py_kvcache.errors import ConfigError, KvCacheError
 from py_kvcache.layout import parse_namespace_dir
 
@@ -59,7 +60,7 @@ class MeasureConfig:
     @property
     def block_tokens(self) -> int:
         """Of one file."""
-        return int(self.settings.get("block_tokens", 256))
+        return int(self.settings.get("block_tokens", DEFAULT_BLOCK_TOKENS))
 
 
 @dataclass(frozen=True)

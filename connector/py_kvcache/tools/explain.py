@@ -5,7 +5,6 @@ The decision is the gate's own (scheduler/policy.py).
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from py_kvcache.curves import Curve
 from py_kvcache.errors import ConfigError
 from py_kvcache.models import Thresholds, read_thresholds, thresholds_path
 from py_kvcache.scheduler.policy import Decision, GateInputs, Mode, Table, decide
+from py_kvcache.tools.show import errno_text
 
 SCHEMA: Final = "py-kvcache/explain/1"
 
@@ -25,8 +25,8 @@ class Question:
     """What is asked; tokens, bytes, seconds.
 
     Attributes:
-        prefill: points (tokens, seconds) of computing a prompt; from thresholds.json where empty.
         block_tokens: only whole blocks of so many are stored, and loaded.
+        prefill: points (tokens, seconds) of computing a prompt; from thresholds.json where empty.
     """
 
     mode: Mode
@@ -38,9 +38,9 @@ class Question:
     queued_bytes: int
     latency_s: float
     source: str
+    block_tokens: int
     prefill: tuple[tuple[float, float], ...] = ()
     thresholds: str = ""
-    block_tokens: int = 256
 
 
 def parse_points(text: str) -> tuple[tuple[float, float], ...]:
@@ -103,9 +103,8 @@ def _read(given: str) -> Thresholds:
     try:
         return read_thresholds(path)
     except OSError as error:
-        name = errno.errorcode.get(error.errno or 0, "")
         remedy = "give the thresholds.json that `py-kvcache calibrate fit` wrote"
-        raise ConfigError(f"{path}: {error.strerror} [{name}]; {remedy}") from None
+        raise ConfigError(f"{path}: {errno_text(error.errno or 0)}; {remedy}") from None
 
 
 def _table(file: Thresholds | None, source: str) -> Table | None:
